@@ -1,0 +1,116 @@
+"""The conversation between the supervisor and its nodes: start, readiness, health, status, stop."""
+
+from __future__ import annotations
+
+import msgspec
+
+from messages.base import Message
+from messages.layout import Manifest
+
+
+class NodeReady(Message, frozen=True, kw_only=True):
+    """Node → supervisor: all actors of this node are started."""
+
+    node: str
+    incarnation: int
+    pid: int
+    detail: str = ""  # the front says the URL it listens on
+
+
+class NodeProgress(Message, frozen=True, kw_only=True):
+    """Node → supervisor: a long start-up step (loading weights), for the person who waits."""
+
+    node: str
+    incarnation: int
+    what: str
+    done: int
+    total: int
+
+
+class NodeFailed(Message, frozen=True, kw_only=True):
+    """Node → supervisor: an actor died or start-up was refused; the node exits after this."""
+
+    node: str
+    incarnation: int
+    actor: str
+    reason: str
+    fatal: bool = False  # a configuration error: restarting cannot help
+
+
+class NodeHealth(Message, frozen=True, kw_only=True):
+    """Node → supervisor, about once a second, from the I/O thread: alive, and whether an actor is stuck.
+
+    ``stalled_ms`` is the age of the oldest message that its actor has not finished, per actor.
+    """
+
+    node: str
+    incarnation: int
+    rss_bytes: int
+    cpu_percent: float
+    threads: int
+    stalled_ms: tuple[tuple[str, float], ...] = ()
+
+
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """Worker → engine: weights loaded, caches allocated and registered."""
+
+    rank: int
+    incarnation: int
+    manifest: Manifest
+
+
+class EngineReady(Message, frozen=True, kw_only=True):
+    """Engine → scheduler: every rank is ready; their manifests agree on capacities."""
+
+    incarnation: int
+    manifests: tuple[Manifest, ...]
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Supervisor → gateway, schedulers: take no new requests, finish or fail what is there within ``deadline_ms``."""
+
+    deadline_ms: int
+
+
+class Drained(Message, frozen=True, kw_only=True):
+    """Gateway or scheduler → supervisor."""
+
+    node: str
+    actor: str
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """Supervisor → node: stop every actor and exit."""
+
+    reason: str
+
+
+class StatusRequest(Message, frozen=True, kw_only=True):
+    """Anyone → any actor: say how you are. Answered with ``StatusReport`` to ``reply_to``."""
+
+    reply_to: str
+    tag: str = ""
+
+
+class StatusReport(Message, frozen=True, kw_only=True):
+    """``values`` are plain counters and gauges; ``requests`` is one row per live request: id, state, waits-for, since."""
+
+    address: str
+    incarnation: int
+    tag: str = ""
+    values: tuple[tuple[str, float | int | str], ...] = ()
+    requests: tuple[tuple[str, int, str, str, int], ...] = ()  # id, epoch, state, waits_for, since_ns
+
+
+class PeerLost(Message, frozen=True, kw_only=True):
+    """Post office → local actors that sent there: the link to ``node`` broke or its outbox overflowed."""
+
+    node: str
+    reason: str
+
+
+class ActorDied(Message, frozen=True, kw_only=True):
+    """Runtime → node bootstrap: an actor's ``on_receive`` raised; its node fails as a unit."""
+
+    actor: str
+    reason: str
