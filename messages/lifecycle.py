@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from messages.base import Message
 from messages.layout import Manifest
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from messages.base import Message
 from messages.handoff import RankLease, TransferMode
 

@@ -74,6 +74,8 @@ class Machine(Protocol):
         """React to one message. A message this machine does not understand, or one that is late, changes nothing."""
         ...
 
-    def status(self, now_ns: int) -> tuple[tuple[tuple[str, float | int | str], ...], tuple[tuple[str, int, str, str, int], ...]]:
+    def status(
+        self, now_ns: int
+    ) -> tuple[tuple[tuple[str, float | int | str], ...], tuple[tuple[str, int, str, str, int], ...]]:
         """(values, requests) of a ``StatusReport``."""
         ...
