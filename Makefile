@@ -1,0 +1,29 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up .venv first (once).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check fix clean
+
+.venv/ready: setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	touch $@
+
+demo: .venv/ready  ## set up, then show a hand-off from TP2 to TP1 on the shipped demo model
+	$(BIN)/kvferry demo
+
+test: .venv/ready  ## set up, then run the tests
+	$(BIN)/python -m pytest
+
+check: .venv/ready  ## style, types and import rules; edits nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: .venv/ready  ## let ruff edit what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
