@@ -11,7 +11,7 @@ from actors.runtime.machine import Job, Machine
 from messages.base import Message
 
 Emit = Callable[[str, Message], None]
-"""``emit(to, message)``: send a message from the actor whose job is running, caused by the message that asked for it."""
+"""``emit(to, message)``: send from the actor whose job is running; the cause is the message that asked for the job."""
 
 Done = Callable[[Message], None]
 """``done(result)``: deliver a job's result to the actor that asked for it. Exactly once per job, from any thread."""
@@ -44,7 +44,7 @@ class NodeContext(Protocol):
     config: NodeConfig
 
     def post(self, sender_actor: str, to: str, message: Message) -> None:
-        """Send a message as local actor ``sender_actor`` from outside its mailbox (HTTP handlers, start-up). Any thread."""
+        """Send as local actor ``sender_actor`` from outside its mailbox (HTTP handlers, start-up). Any thread."""
         ...
 
     def log(self, actor: str, level: str, event: str, **fields: str | int | float) -> None:

@@ -15,7 +15,7 @@ from messages.base import Message
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send ``message`` to the actor at ``to``. Within a node it is a tell, between nodes a frame: nobody knows which."""
+    """Send ``message`` to the actor at ``to``. Within a node it is a tell, between nodes a frame: no machine knows."""
 
     to: str
     message: Message
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """One line for people and logs: an event name and its fields. ``level`` is "debug", "info", "warning" or "error"."""
+    """One line for people and logs: an event and its fields. ``level``: "debug", "info", "warning" or "error"."""
 
     level: str
     event: str
