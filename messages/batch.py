@@ -30,9 +30,10 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence's part of a step: feed ``token_ids`` at positions ``start, start+1, …``.
 
     ``block_ids`` is the whole block table (target and draft caches share it), long enough for every position the step
-    may write, ``speculative_tokens`` included. A row samples when ``samples`` is true: a prefill's last chunk, and every decode row.
-    ``speculative_tokens`` is how many drafts this row may verify (0 for prefill rows).
-    ``push_chunk`` ≥ 0 asks the worker to tell its transfer actor ``LayerReady`` after each layer, under this chunk index.
+    may write, ``speculative_tokens`` included. A row samples when ``samples`` is true: a prefill's last chunk, and
+    every decode row. ``speculative_tokens`` is how many drafts this row may verify (0 for prefill rows).
+    ``push_chunk`` ≥ 0 asks the worker to tell its transfer actor ``LayerReady`` after each layer, under this chunk
+    index.
     """
 
     request_id: str

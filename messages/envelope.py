@@ -20,7 +20,7 @@ MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
 if TYPE_CHECKING:
     AnyMessage = Message
 else:
-    AnyMessage = Union[MESSAGE_TYPES]
+    AnyMessage = Union[MESSAGE_TYPES]  # noqa: UP007 - a union built from a tuple
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

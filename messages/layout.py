@@ -28,7 +28,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One cache tensor of one rank.
 
-    Byte address of row ``j`` of resource ``i``: ``base + i*resource_stride_bytes + j*row_stride_bytes`` in ``region_id``.
+    Byte address of row ``j`` of resource ``i`` in ``region_id``:
+    ``base_bytes + i*resource_stride_bytes + j*row_stride_bytes``.
     Rows of a resource are contiguous: ``row_stride_bytes == row_units * unit_bytes``.
     ``live_rows`` is how many rows of a resource a hand-off moves: all token rows of a block, the first K-1 conv
     columns, checkpoint 0 of the recurrent state.

@@ -91,7 +91,7 @@ class StatusRequest(Message, frozen=True, kw_only=True):
 
 
 class StatusReport(Message, frozen=True, kw_only=True):
-    """``values`` are plain counters and gauges; ``requests`` is one row per live request: id, state, waits-for, since."""
+    """``values`` are plain counters and gauges; ``requests`` has one row per live request."""
 
     address: str
     incarnation: int

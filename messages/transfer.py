@@ -43,7 +43,7 @@ class LeasesRefused(Message, frozen=True, kw_only=True):
 
 
 class OpenReceive(Message, frozen=True, kw_only=True):
-    """D engine → D transfer of one rank: expect this attempt's chunks; get a lease from staging if a route needs one."""
+    """D engine → D transfer of one rank: expect this attempt's chunks; get a staging lease if a route needs one."""
 
     request_id: str
     epoch: int
@@ -314,8 +314,8 @@ class ReleaseReceive(Message, frozen=True, kw_only=True):
 
 
 class ReceiveReleased(Message, frozen=True, kw_only=True):
-    """D transfer → D engine, and (once all ranks said so) D engine → D scheduler (rank -1): no writer and no reader of this attempt is
-    left, its target blocks may have another owner."""
+    """D transfer → D engine, and (rank -1, once all ranks said so) D engine → D scheduler: no writer and no reader of
+    this attempt is left, its target blocks may have another owner."""
 
     request_id: str
     epoch: int

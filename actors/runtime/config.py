@@ -52,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # hand-off
     kv_cache_transfer_mode: Literal["PUSH", "PULL"] = "PUSH"
     enable_pd_parallel_shard_pull: bool = True
+    verify_handoffs: bool = False  # read every source again and compare byte by byte before decoding
     staging_mb: int = 0  # per decode rank; 0: room for staging_leases leases
     staging_leases: int = 4
     lease_windows: int = 2

@@ -63,6 +63,13 @@ class Fail(msgspec.Struct, frozen=True):
 Effect = Send | StartTimer | StopTimer | Run | Note | Fail
 
 
+StatusValues = tuple[tuple[str, float | int | str], ...]
+"""Counters and gauges of a ``StatusReport``."""
+
+StatusRequests = tuple[tuple[str, int, str, str, int], ...]
+"""One row per live request of a ``StatusReport``: id, epoch, state, what it waits for, since when (ns)."""
+
+
 class Machine(Protocol):
     """One actor's decisions."""
 
