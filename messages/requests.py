@@ -73,6 +73,8 @@ class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     handoff_ms: float = 0.0  # first token sampled on P → request in D's decode queue
     decode_ms: float = 0.0
     bytes_moved: int = 0
+    bytes_by_role: tuple[tuple[str, int], ...] = ()
+    verified_bytes: int = 0
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):

@@ -283,6 +283,8 @@ class Restored(Message, frozen=True, kw_only=True):
     pull_ms: float
     merge_ms: float
     sync_ms: float
+    bytes_by_role: tuple[tuple[str, int], ...] = ()  # "target.KEY" … "draft.VALUE" → bytes that crossed, both ways
+    verified_bytes: int = 0  # with --verify-handoffs: bytes read again from the sources and found equal
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True):
@@ -304,6 +306,8 @@ class AllRestored(Message, frozen=True, kw_only=True):
     pull_ms: float
     merge_ms: float
     sync_ms: float
+    bytes_by_role: tuple[tuple[str, int], ...] = ()  # "target.KEY" … "draft.VALUE" → bytes that crossed, both ways
+    verified_bytes: int = 0  # with --verify-handoffs: bytes read again from the sources and found equal
 
 
 class ReleaseReceive(Message, frozen=True, kw_only=True):
