@@ -1,0 +1,418 @@
+"""A whole cluster in one thread and virtual time: real machines, the real codec, seeded chance.
+
+Theory of operation. One heap of events, ordered by ``(due, sequence)``, drives everything; equal seeds give equal
+runs, byte for byte. An event belongs to one *life* of a node (it dies with it, and waits while the node is stalled) or
+to the network. An actor's shell is reduced to its meaning: a message is handled when its turn comes, effects are
+carried out in order, timers come back as messages from the actor to itself, jobs go to the actor's ``JobExecutor``,
+whose simulated version asks ``SimulatedContext.call_later`` for the time that the work takes.
+
+* A message between nodes is encoded at once, travels by ``Links`` and is decoded where it arrives. One inside a node
+  only waits in its receiver's mailbox. Mailboxes are first in, first out.
+* ``crash`` ends a life: its timers, jobs and mailboxes vanish, what it had sent may still arrive. ``start_node`` under
+  a larger incarnation begins the next; from the first envelope of that one on, its peers drop envelopes of older ones,
+  as the real post office does. Actors that had sent to a dead node get ``PeerLost`` after ``detect_ms``.
+* After every step (one handled message) ``on_step`` is called: the place where invariants are checked.
+
+Nothing here sleeps, reads a clock or depends on the order of a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from random import Random
+from typing import Any, Final
+
+from actors.runtime.config import NodeConfig, Options
+from actors.runtime.context import ActorSpec, Done, Emit, JobExecutor
+from actors.runtime.hooks import Injector, Recorder
+from actors.runtime.machine import Effect, Fail, Job, Machine, Note, Run, Send, StartTimer, StopTimer
+from actors.runtime.simulated_links import Links, LinkSettings
+from actors.runtime.simulated_nodes import SimulatedActor, SimulatedContext, SimulatedNode, call_function
+from messages.base import Message
+from messages.codec import MalformedFrame, decode, encode
+from messages.envelope import MESSAGE_TYPES, Envelope
+from messages.lifecycle import PeerLost
+
+START_NS: Final = 1_000_000_000
+_NAMES_REQUEST: Final = {kind: "request_id" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
+_NAMES_EPOCH: Final = {kind: "epoch" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
+
+Factory = Callable[[SimulatedContext], tuple[ActorSpec, ...]]
+Listener = Callable[[int, Envelope], None]
+StepHook = Callable[["SimulatedActor", Envelope, list[Effect]], None]
+
+
+class SimulationError(AssertionError):
+    """A machine raised, or the simulation was used wrongly; says when and at which message."""
+
+
+class Simulation:
+    """The kernel. See the module's theory of operation."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        links: LinkSettings | None = None,
+        *,
+        injector: Injector | None = None,
+        recorder_for: Callable[[NodeConfig], Recorder] | None = None,
+        on_step: StepHook | None = None,
+        on_fail: Callable[[SimulatedActor, Fail], None] | None = None,
+        notes_max: int = 0,
+    ) -> None:
+        self.seed = seed
+        self.now_ns = START_NS
+        self.random = Random(f"work {seed}")
+        settings = links or LinkSettings()
+        self._link_random = Random(f"links {seed}")
+        self.links = Links(settings, self._link_random)
+        self._chance = self._link_random.random
+        self._local_ns = settings.local_us * 1e3
+        self.injector = injector
+        self.on_step = on_step
+        self.on_fail = on_fail
+        self.nodes: dict[str, SimulatedNode] = {}
+        self.incarnations: dict[str, dict[str, int]] = {}  # receiving node → sending node → newest incarnation seen
+        self.step_count = 0
+        self.frame_count = 0
+        self.stale_count = 0
+        self.notes: list[tuple[int, str, Note]] = []
+        self._notes_max = notes_max
+        self._recorder_for = recorder_for
+        self._heap: list[tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]] = []
+        self._sequence = 0
+        self._listeners: dict[str, Listener] = {}
+        self._targets: dict[str, tuple[str, str]] = {}
+
+    # -- building and running ---------------------------------------------------------------------------------
+
+    def start_node(self, config: NodeConfig, factories: Sequence[Factory]) -> SimulatedNode:
+        """Begin a life of ``config.node``: build its actors and start them."""
+        old = self.nodes.get(config.node)
+        if old is not None and old.alive:
+            raise SimulationError(f"node {config.node} is alive as incarnation {old.incarnation}")
+        recorder = self._recorder_for(config) if self._recorder_for is not None else None
+        node = SimulatedNode(config, recorder)
+        node.context = SimulatedContext(self, node)
+        self.nodes[config.node] = node
+        for factory in factories:
+            for spec in factory(node.context):
+                node.actors[spec.name] = SimulatedActor(node, spec)
+        for actor in node.actors.values():
+            self._carry_out(actor, actor.machine.start(self.now_ns), "")
+        return node
+
+    def add_machine(
+        self, address: str, machine: Machine, executor: JobExecutor | None = None, incarnation: int = 1
+    ) -> SimulatedActor:
+        """For tests: one machine at ``node/actor``; its node is made when it is new."""
+        name, _, actor_name = address.partition("/")
+        node = self.nodes.get(name)
+        if node is None or not node.alive:
+            config = NodeConfig(
+                node=name, incarnation=incarnation, run_id="sim", run_dir="", options=Options(), factories=()
+            )
+            node = self.start_node(config, ())
+        actor = node.actors[actor_name] = SimulatedActor(node, ActorSpec(actor_name, machine, executor))
+        self._carry_out(actor, machine.start(self.now_ns), "")
+        return actor
+
+    def listen(self, address: str, listener: Listener) -> None:
+        """Have ``listener(now_ns, envelope)`` receive what is sent to ``address`` (a stand-in for an actor)."""
+        self._listeners[address] = listener
+
+    def post(self, sender: str, to: str, message: Message) -> None:
+        """Send a message as ``sender``, which need not exist."""
+        node = self.nodes.get(sender.partition("/")[0])
+        if node is None:
+            config = NodeConfig(
+                node=sender.partition("/")[0], incarnation=1, run_id="sim", run_dir="", options=Options(), factories=()
+            )
+            node = self.start_node(config, ())
+        self.send_from(node, sender, to, message, "")
+
+    def call_at(self, delay_ms: float, function: Callable[[], None]) -> None:
+        """Run ``function`` after ``delay_ms`` of virtual time (a cancel, a crash, a burst of requests)."""
+        self.push(self.now_ns + int(delay_ms * 1e6), None, call_function, function, None)
+
+    def run(self, for_ms: float = 1e12, until: Callable[[], bool] | None = None, events_max: int = 50_000_000) -> bool:
+        """Run events for ``for_ms`` of virtual time, until nothing is left to do, or until ``until()`` holds.
+
+        Returns whether ``until()`` held (False without one). ``until`` is asked after every event.
+        """
+        heap = self._heap
+        end_ns = self.now_ns + int(for_ms * 1e6)
+        for _ in range(events_max):
+            if not heap or heap[0][0] > end_ns:
+                self.now_ns = max(self.now_ns, end_ns) if for_ms < 1e12 else self.now_ns
+                return False
+            due, _sequence, node, function, first, second = heappop(heap)
+            self.now_ns = due
+            if node is not None:
+                if not node.alive:
+                    continue
+                if node.stalled:
+                    node.backlog.append((function, first, second))
+                    continue
+            function(first, second)
+            if until is not None and until():
+                return True
+        raise SimulationError(f"no end after {events_max} events at {self.now_ns} ns")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is scheduled."""
+        return not self._heap
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def crash(self, name: str) -> None:
+        """End the current life of node ``name`` at once, as ``kill -9`` does."""
+        node = self.nodes[name]
+        if not node.alive:
+            return
+        node.alive = False
+        for actor in node.actors.values():
+            if actor.executor is not None:
+                actor.executor.close()
+        if node.context is not None:
+            for closer in reversed(node.context.closers):
+                closer()
+        if node.recorder is not None:
+            node.recorder.close()
+        detect_ns = int(self.links.settings.detect_ms * 1e6)
+        for peer in self.nodes.values():
+            if peer.alive and name in peer.sent_to:
+                senders = peer.sent_to.pop(name)
+                self.links.forget(peer.name, name)
+                self.push(self.now_ns + detect_ns, peer, self._peer_lost, peer, (name, tuple(senders)))
+
+    def stall(self, name: str) -> None:
+        """Stop node ``name`` as SIGSTOP does: nothing of it runs until ``resume``."""
+        self.nodes[name].stalled = True
+
+    def resume(self, name: str) -> None:
+        """Let a stalled node go on with what has piled up."""
+        node = self.nodes[name]
+        node.stalled = False
+        backlog, node.backlog = node.backlog, []
+        for function, first, second in backlog:
+            self.push(self.now_ns, node, function, first, second)
+
+    def slow(self, name: str, delay_ms: float) -> None:
+        """Every job and message of node ``name`` takes ``delay_ms`` longer (0: as before)."""
+        self.nodes[name].slow_ns = int(delay_ms * 1e6)
+
+    def partition(self, first: str, second: str, *, both: bool = True, hold: bool = True) -> None:
+        """Cut the link from ``first`` to ``second`` (and back); ``hold`` delivers late what was sent meanwhile."""
+        self.links.block(first, second, hold=hold)
+        if both:
+            self.links.block(second, first, hold=hold)
+
+    def heal(self) -> None:
+        """Mend every link, stop random faults, let every stalled or slow node run freely."""
+        for source, target in self.links.blocked():
+            for frame in self.links.unblock(source, target):
+                self._dispatch(source, target, frame)
+        old = self.links.settings
+        self.links.change(LinkSettings(latency_us=old.latency_us, local_us=old.local_us, detect_ms=old.detect_ms))
+        for node in self.nodes.values():
+            node.slow_ns = 0
+            if node.stalled:
+                self.resume(node.name)
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def push(
+        self, due_ns: int, node: SimulatedNode | None, function: Callable[[Any, Any], None], first: Any, second: Any
+    ) -> None:
+        """Schedule ``function(first, second)`` for a life of a node (None: for the network)."""
+        self._sequence += 1
+        heappush(self._heap, (due_ns, self._sequence, node, function, first, second))
+
+    def send_from(self, node: SimulatedNode, sender: str, to: str, message: Message, parent_id: str) -> None:
+        """Put ``message`` in an envelope and on its way."""
+        node.count += 1
+        kind = type(message)
+        envelope = Envelope(
+            message_id=f"{node.id_prefix}{node.count}",
+            sender=sender,
+            to=to,
+            sent_ns=self.now_ns,
+            message=message,
+            parent_id=parent_id,
+            trace_id=message.request_id if _NAMES_REQUEST[kind] else "",  # type: ignore[attr-defined]
+            epoch=message.epoch if _NAMES_EPOCH[kind] else 0,  # type: ignore[attr-defined]
+            incarnation=node.incarnation,
+        )
+        if self.injector is None:
+            self._transmit(node, to, envelope, False)
+            return
+        for delivery in self.injector.on_send(self.now_ns, envelope):
+            if delivery.delay_ms:
+                due = self.now_ns + int(delivery.delay_ms * 1e6)
+                late = (node, delivery.envelope, delivery.corrupt)
+                self.push(due, node, self._transmit_late, to, late)
+            else:
+                self._transmit(node, to, delivery.envelope, delivery.corrupt)
+
+    def _transmit_late(self, to: str, late: tuple[SimulatedNode, Envelope, bool]) -> None:
+        self._transmit(late[0], to, late[1], late[2])
+
+    def _transmit(self, node: SimulatedNode, to: str, envelope: Envelope, corrupt: bool) -> None:
+        target = self._targets.get(to)
+        if target is None:
+            name, _, actor_name = to.partition("/")
+            target = self._targets[to] = (name, actor_name)
+        name, actor_name = target
+        if name == node.name:
+            if node.recorder is not None:
+                node.recorder.sent(envelope, 0)
+            actor = node.actors.get(actor_name)
+            if actor is not None:
+                due = self.now_ns + int(self._chance() * self._local_ns) + node.slow_ns
+                if due < actor.free_ns:
+                    due = actor.free_ns
+                actor.free_ns = due
+                self.push(due, node, self._handle, actor, envelope)
+            elif to in self._listeners:
+                self._listeners[to](self.now_ns, envelope)
+            return
+        frame = encode(envelope)
+        self.frame_count += 1
+        if node.recorder is not None:
+            node.recorder.sent(envelope, len(frame))
+        senders = node.sent_to.get(name)
+        if senders is None:
+            senders = node.sent_to[name] = {}
+        senders[envelope.sender] = None
+        self._dispatch(node.name, name, b"\xc1" + frame if corrupt else frame)
+
+    def _dispatch(self, source: str, target: str, frame: bytes) -> None:
+        for due in self.links.due(self.now_ns, source, target, frame):
+            self._sequence += 1
+            heappush(self._heap, (due, self._sequence, None, self._arrive, target, frame))
+
+    def _arrive(self, name: str, frame: bytes) -> None:
+        """A frame reaches node ``name``: whichever life is up takes it; a dead node loses it."""
+        try:
+            envelope = decode(frame)
+        except MalformedFrame:
+            self.links.dropped_count += 1
+            return
+        node = self.nodes.get(name)
+        if envelope.to in self._listeners and (node is None or envelope.to.partition("/")[2] not in node.actors):
+            self._listeners[envelope.to](self.now_ns, envelope)
+            return
+        if node is None or not node.alive:
+            self.links.dropped_count += 1
+            return
+        source = envelope.sender.partition("/")[0]
+        seen = self.incarnations.setdefault(name, {})
+        newest = seen.get(source, 0)
+        if envelope.incarnation < newest:
+            self.stale_count += 1
+            return
+        if envelope.incarnation > newest:
+            seen[source] = envelope.incarnation
+        actor = node.actors.get(envelope.to.partition("/")[2])
+        if actor is None:
+            self.links.dropped_count += 1
+        elif actor.free_ns > self.now_ns or node.slow_ns or node.stalled:
+            actor.free_ns = max(actor.free_ns, self.now_ns + node.slow_ns)
+            self.push(actor.free_ns, node, self._handle, actor, envelope)
+        else:
+            self._handle(actor, envelope)
+
+    # -- handling -------------------------------------------------------------------------------------------------
+
+    def _handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
+        node = actor.node
+        if node.recorder is not None:
+            node.recorder.handled(self.now_ns, envelope)
+        if self.injector is not None:
+            self.injector.on_handled(self.now_ns, envelope)
+            if not node.alive:
+                return
+            if node.stalled:
+                node.backlog.append((self._handle, actor, envelope))
+                return
+        try:
+            effects = actor.handle(self.now_ns, envelope.sender, envelope.message)
+        except Exception as error:
+            raise SimulationError(
+                f"seed {self.seed}, step {self.step_count}, {self.now_ns} ns: {actor.address} raised"
+                f" {type(error).__name__}: {error} at {envelope.message!r} from {envelope.sender}"
+            ) from error
+        self.step_count += 1
+        if effects:
+            self._carry_out(actor, effects, envelope.message_id)
+        if self.on_step is not None:
+            self.on_step(actor, envelope, effects)
+
+    def _carry_out(self, actor: SimulatedActor, effects: list[Effect], parent_id: str) -> None:
+        node = actor.node
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                self.send_from(node, actor.address, effect.to, effect.message, parent_id)  # type: ignore[union-attr]
+            elif isinstance(effect, StartTimer):
+                self._sequence += 1
+                actor.timers[effect.key] = self._sequence
+                due = self.now_ns + int(effect.delay_ms * 1e6)
+                heappush(self._heap, (due, self._sequence, node, self._timer_due, actor, (effect, self._sequence)))
+            elif isinstance(effect, StopTimer):
+                actor.timers.pop(effect.key, None)
+            elif isinstance(effect, Run):
+                self._run_job(actor, effect.job, parent_id)
+            elif isinstance(effect, Note):
+                self.note(actor.address, effect)
+            elif isinstance(effect, Fail):
+                self._fail(actor, effect)
+                return
+
+    def _timer_due(self, actor: SimulatedActor, timer: tuple[StartTimer, int]) -> None:
+        effect, token = timer
+        if actor.timers.get(effect.key) == token:
+            del actor.timers[effect.key]
+            self._tell_self(actor, effect.message, "")
+
+    def _tell_self(self, actor: SimulatedActor, message: Message, parent_id: str) -> None:
+        if actor.node.alive:
+            self.send_from(actor.node, actor.address, actor.address, message, parent_id)
+
+    def _run_job(self, actor: SimulatedActor, job: Job, parent_id: str) -> None:
+        if actor.executor is None:
+            raise SimulationError(f"{actor.address} asked for {job!r} but has no executor")
+        node, address = actor.node, actor.address
+
+        def emit(to: str, message: Message) -> None:
+            if node.alive:
+                self.send_from(node, address, to, message, parent_id)
+
+        def done(message: Message) -> None:
+            self._tell_self(actor, message, parent_id)
+
+        emit_: Emit = emit
+        done_: Done = done
+        actor.executor.submit(job, emit_, done_)
+
+    def _fail(self, actor: SimulatedActor, effect: Fail) -> None:
+        if self.on_fail is not None:
+            self.on_fail(actor, effect)
+        else:
+            self.crash(actor.node.name)
+
+    def _peer_lost(self, peer: SimulatedNode, lost: tuple[str, tuple[str, ...]]) -> None:
+        name, senders = lost
+        message = PeerLost(node=name, reason=f"link to {name} broke")
+        for sender in senders:
+            self.send_from(peer, f"{peer.name}/runtime", sender, message, "")
+
+    def note(self, address: str, note: Note) -> None:
+        """Keep a machine's line for people (the newest ``notes_max``)."""
+        if self._notes_max:
+            self.notes.append((self.now_ns, address, note))
+            if len(self.notes) > 2 * self._notes_max:
+                del self.notes[: -self._notes_max]
