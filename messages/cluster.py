@@ -32,7 +32,11 @@ class RegisterInstance(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Scheduler → registry, about once a second: alive, and how busy."""
+    """Scheduler → registry (and on to the gateway), every ``heartbeat_ms``: alive, and how busy.
+
+    ``view_version`` is the version of the view its sender holds, -1 when it does not say; the registry answers an old one
+    with the current view, so that a lost view heals.
+    """
 
     instance: str
     incarnation: int
@@ -43,14 +47,33 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     slots_free: int
     slots_total: int
     leases: int = 0
+    view_version: int = -1
 
 
 class ClusterView(Message, frozen=True, kw_only=True):
-    """Registry → gateway and every scheduler, whenever it changes: all live instances."""
+    """Registry → gateway and every scheduler, whenever it changes: all live instances.
+
+    A larger (``registry_incarnation``, ``version``) is newer. An instance that is absent gets no new work, but may
+    still write (it was silent too long, or the registry is new and has not heard of it yet): only ``InstanceLost``, or a
+    pair (instance, last dead incarnation) in ``lost``, says that it is dead.
+    """
 
     version: int
     registry_incarnation: int
     instances: tuple[InstanceInfo, ...]
+    lost: tuple[tuple[str, int], ...] = ()
+
+
+class ViewRequest(Message, frozen=True, kw_only=True):
+    """Anyone → registry: send me the current ``ClusterView``."""
+
+
+class InstanceSilent(Message, frozen=True, kw_only=True):
+    """Registry → supervisor: no heartbeat for ``silent_ms``; it left the view. Only its end proves that it is dead."""
+
+    instance: str
+    incarnation: int
+    silent_ms: int
 
 
 class InstanceLost(Message, frozen=True, kw_only=True):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
-from messages import batch, cluster, handoff, lifecycle, requests, timers, transfer
+from messages import batch, cluster, gateway, handoff, lifecycle, requests, timers, transfer
 from messages.base import Message
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(
     value
-    for module in (requests, handoff, batch, transfer, cluster, lifecycle, timers)
+    for module in (requests, gateway, handoff, batch, transfer, cluster, lifecycle, timers)
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, Message) and value is not Message
 )

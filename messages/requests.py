@@ -45,7 +45,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token counts of one request, and what speculation did for it."""
+    """Token counts of one request, and what speculation did for it.
+
+    ``completion_tokens`` counts the request's output from index 0, tokens delivered by earlier attempts included.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -94,7 +97,12 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
 
 
 class CancelRequest(Message, frozen=True, kw_only=True):
-    """Gateway → every scheduler that may hold the request. Idempotent; unknown requests are ignored."""
+    """Gateway → every scheduler that may hold the request. Idempotent; unknown requests are ignored.
+
+    Covers every epoch up to and including ``epoch`` (the gateway names the last epoch of its attempt, because P may have
+    offered the request again meanwhile); a newer attempt is untouched. Whoever streams the request answers
+    ``Finished(reason="cancelled")``.
+    """
 
     request_id: str
     epoch: int
