@@ -85,9 +85,13 @@ class InstanceLost(Message, frozen=True, kw_only=True):
 
 
 class LinkPeer(Message, frozen=True, kw_only=True):
-    """Scheduler → engine → transfers: a peer of the opposite role appeared; plan and map its regions."""
+    """Scheduler → engine → transfers: a peer of the opposite role appeared; plan and map its regions.
+
+    The engine fills in ``own_manifests``, one of every rank of its own instance: a plan is made from both sides'.
+    """
 
     peer: InstanceInfo
+    own_manifests: tuple[Manifest, ...] = ()
 
 
 class PeerLinked(Message, frozen=True, kw_only=True):

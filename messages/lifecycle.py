@@ -50,7 +50,10 @@ class NodeHealth(Message, frozen=True, kw_only=True):
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
-    """Worker → engine: weights loaded, caches allocated and registered."""
+    """Worker → its node's transfer → engine: weights loaded, caches allocated and registered.
+
+    On the way the transfer actor of a decode rank adds the staging region to the manifest.
+    """
 
     rank: int
     incarnation: int

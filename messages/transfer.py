@@ -9,6 +9,7 @@ from typing import Literal
 
 from messages.base import Message
 from messages.handoff import RankLease, TransferMode
+from messages.layout import Namespace, RegionDescriptor
 
 # -- leases: D scheduler → D engine → staging of every rank ------------------------------------------------------
 
@@ -74,14 +75,14 @@ class ReceiveRefused(Message, frozen=True, kw_only=True):
 
 
 class GrantLease(Message, frozen=True, kw_only=True):
-    """D transfer → D staging: rows for each of ``source_ranks``."""
+    """D transfer → D staging: ``window_count`` windows of ``window_bytes[i]`` bytes for each ``source_ranks[i]``."""
 
     request_id: str
     epoch: int
     source_instance: str
     source_incarnation: int
     source_ranks: tuple[int, ...]
-    window_bytes: int
+    window_bytes: tuple[int, ...]
     window_count: int
 
 
@@ -107,6 +108,20 @@ class FreeLease(Message, frozen=True, kw_only=True):
     request_id: str
     epoch: int
     generation: int
+
+
+class LeaseFreed(Message, frozen=True, kw_only=True):
+    """D staging → D transfer: no merge of this lease runs or will run, its rows may have another owner."""
+
+    request_id: str
+    epoch: int
+    generation: int
+
+
+class StagingReady(Message, frozen=True, kw_only=True):
+    """D transfer → D staging, once: the staging region exists and is this large."""
+
+    region: RegionDescriptor
 
 
 # -- pushing: P engine → P transfers, worker → transfer, P transfer → D transfer ---------------------------------
@@ -136,6 +151,9 @@ class LayerReady(Message, frozen=True, kw_only=True):
     """P worker → its transfer actor: layer ``layer`` of this chunk is computed and synchronised.
 
     The chunk is tokens ``[token_start, token_start+token_count)``; ``is_last_layer`` and ``is_last_chunk`` close it.
+    ``layer`` counts within ``namespace``. A worker that fills its draft cache chunk by chunk says so with
+    ``namespace="draft"``, and marks the draft layer (not the last target layer) as the last: the draft KV then travels
+    with the chunks, and the restore time does not grow with the prompt. Otherwise D pulls it at the end.
     """
 
     request_id: str
@@ -146,6 +164,7 @@ class LayerReady(Message, frozen=True, kw_only=True):
     token_count: int
     is_last_layer: bool
     is_last_chunk: bool
+    namespace: Namespace = "target"
 
 
 class ChunkArrived(Message, frozen=True, kw_only=True):
@@ -166,6 +185,7 @@ class ChunkArrived(Message, frozen=True, kw_only=True):
     generation: int
     bytes_written: int
     push_ms: float = 0.0
+    has_draft: bool = False  # the draft KV of these tokens came along
 
 
 class ChunkMerged(Message, frozen=True, kw_only=True):
@@ -324,3 +344,72 @@ class ReceiveReleased(Message, frozen=True, kw_only=True):
     request_id: str
     epoch: int
     rank: int
+
+
+# -- results of jobs: from an actor's shell back to the actor itself ----------------------------------------------
+
+
+class PeerMapped(Message, frozen=True, kw_only=True):
+    """Transfer to itself: the peer's regions are mapped, or ``error`` says why not."""
+
+    instance: str
+    incarnation: int
+    error: str = ""
+
+
+class PeerUnmapped(Message, frozen=True, kw_only=True):
+    """Transfer to itself: nothing of this incarnation is mapped any more."""
+
+    instance: str
+    incarnation: int
+    error: str = ""
+
+
+class StagingCreated(Message, frozen=True, kw_only=True):
+    """Transfer to itself: the staging region of this rank is registered, or ``error`` says why not."""
+
+    region: RegionDescriptor | None = None
+    error: str = ""
+
+
+class WriteDone(Message, frozen=True, kw_only=True):
+    """P transfer to itself: these layers of a chunk lie at the target rank, or ``error`` says why not."""
+
+    request_id: str
+    epoch: int
+    target_rank: int
+    chunk_index: int
+    layer_count: int
+    bytes_written: int
+    write_ms: float = 0.0
+    error: str = ""
+
+
+class PullDone(Message, frozen=True, kw_only=True):
+    """D transfer to itself: one source's part of a piece was read, or ``error`` says why not.
+
+    ``kind``: as in ``Restore``, and "ssm" for state that was read straight into its slot.
+    """
+
+    request_id: str
+    epoch: int
+    source_rank: int
+    kind: Literal["ssm", "conv", "draft", "target"]
+    piece_index: int
+    bytes_read: int
+    pull_ms: float = 0.0
+    error: str = ""
+
+
+class MergeDone(Message, frozen=True, kw_only=True):
+    """D staging to itself: the merge that ran has ended, or ``error`` says why it could not."""
+
+    request_id: str
+    epoch: int
+    generation: int
+    kind: Literal["chunk", "conv", "draft", "target"]
+    piece_index: int
+    bytes_merged: int
+    merge_ms: float = 0.0
+    sync_ms: float = 0.0
+    error: str = ""
