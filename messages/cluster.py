@@ -34,8 +34,8 @@ class RegisterInstance(Message, frozen=True, kw_only=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Scheduler → registry (and on to the gateway), every ``heartbeat_ms``: alive, and how busy.
 
-    ``view_version`` is the version of the view its sender holds, -1 when it does not say; the registry answers an old one
-    with the current view, so that a lost view heals.
+    ``view_version`` is the version of the view its sender holds, -1 when it does not say; the registry answers an old
+    one with the current view, so that a lost view heals.
     """
 
     instance: str
@@ -54,8 +54,8 @@ class ClusterView(Message, frozen=True, kw_only=True):
     """Registry → gateway and every scheduler, whenever it changes: all live instances.
 
     A larger (``registry_incarnation``, ``version``) is newer. An instance that is absent gets no new work, but may
-    still write (it was silent too long, or the registry is new and has not heard of it yet): only ``InstanceLost``, or a
-    pair (instance, last dead incarnation) in ``lost``, says that it is dead.
+    still write (it was silent too long, or the registry is new and has not heard of it yet): only ``InstanceLost``, or
+    a pair (instance, last dead incarnation) in ``lost``, says that it is dead.
     """
 
     version: int

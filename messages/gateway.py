@@ -40,7 +40,7 @@ class ClientCancel(Message, frozen=True, kw_only=True):
 
 
 class ClientStopped(Message, frozen=True, kw_only=True):
-    """HTTP → gateway: a stop string ended this sample inside its first ``token_count`` tokens (text is known there only)."""
+    """HTTP → gateway: a stop string ended this sample with its first ``token_count`` tokens (only HTTP knows text)."""
 
     ticket: int
     sample: int

@@ -99,8 +99,8 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
 class CancelRequest(Message, frozen=True, kw_only=True):
     """Gateway → every scheduler that may hold the request. Idempotent; unknown requests are ignored.
 
-    Covers every epoch up to and including ``epoch`` (the gateway names the last epoch of its attempt, because P may have
-    offered the request again meanwhile); a newer attempt is untouched. Whoever streams the request answers
+    Covers every epoch up to and including ``epoch`` (the gateway names the last epoch of its attempt, because P may
+    have offered the request again meanwhile); a newer attempt is untouched. Whoever streams the request answers
     ``Finished(reason="cancelled")``.
     """
 

@@ -118,9 +118,7 @@ class RegistryMachine:
         info = message.info
         entry = self._entries.get(info.instance)
         if info.incarnation <= self._lost.get(info.instance, -1):
-            return [
-                self._note("warning", "registration of a dead incarnation ignored", info.instance, info.incarnation)
-            ]
+            return [self._note("warning", "dead incarnation's registration ignored", info.instance, info.incarnation)]
         if entry is not None and info.incarnation < entry.info.incarnation:
             return [self._note("warning", "stale registration ignored", info.instance, info.incarnation)]
         effects: list[Effect] = []
