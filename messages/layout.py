@@ -85,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     staging_region_id: str = ""
     staging_bytes: int = 0
     max_tokens_per_chunk: int = 0
+    max_model_len: int = 0  # tokens a sequence may have, as the worker resolved it; 0: it does not say
 
 
 class ModelGeometry(msgspec.Struct, frozen=True, kw_only=True):
