@@ -115,3 +115,51 @@ class ActorDied(Message, frozen=True, kw_only=True):
 
     actor: str
     reason: str
+
+
+class ProcessStarted(Message, frozen=True, kw_only=True):
+    """Shell of the supervisor → supervisor: the operating system runs this node now."""
+
+    node: str
+    incarnation: int
+    pid: int
+
+
+class ProcessExited(Message, frozen=True, kw_only=True):
+    """Shell of the supervisor → supervisor: this node's process is gone and reaped.
+
+    ``exit_code`` is negative for a signal (-9: killed) and ``None`` when it could not even be started. ``last_words``
+    is the end of what it wrote to stderr.
+    """
+
+    node: str
+    incarnation: int
+    exit_code: int | None = None
+    last_words: str = ""
+
+
+class ProcessSignalled(Message, frozen=True, kw_only=True):
+    """Shell of the supervisor → supervisor: the signal it asked for was sent (or the process was gone already)."""
+
+    node: str
+    incarnation: int
+
+
+class UnitCleaned(Message, frozen=True, kw_only=True):
+    """Shell of the supervisor → supervisor: sockets and shared memory of a dead unit ("": of the run) are removed."""
+
+    unit: str
+    removed: int = 0
+
+
+class TreeReady(Message, frozen=True, kw_only=True):
+    """Supervisor → console: every node is up and every instance registered, for the first time."""
+
+    url: str
+
+
+class TreeEnded(Message, frozen=True, kw_only=True):
+    """Supervisor → console: no process, socket or segment of this run is left. ``failed``: nobody asked for it."""
+
+    reason: str
+    failed: bool = False
