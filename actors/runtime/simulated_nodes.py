@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.runtime.config import NodeConfig
 from actors.runtime.context import ActorSpec, JobExecutor
+from actors.runtime.faults import FaultRecorder
 from actors.runtime.hooks import Recorder
 from actors.runtime.machine import Machine, Note
 from messages.base import Message
@@ -44,6 +45,7 @@ class SimulatedNode:
         "id_prefix",
         "incarnation",
         "name",
+        "record_fault",
         "recorder",
         "sent_to",
         "slow_ns",
@@ -63,6 +65,7 @@ class SimulatedNode:
         self.actors: dict[str, SimulatedActor] = {}
         self.sent_to: dict[str, dict[str, None]] = {}
         self.recorder = recorder
+        self.record_fault: FaultRecorder | None = getattr(recorder, "fault", None)
         self.context: SimulatedContext | None = None
 
 

@@ -72,6 +72,7 @@ class Simulation:
         self.injector = injector
         self.on_step = on_step
         self.on_fail = on_fail
+        self.on_crash: Callable[[SimulatedNode], None] | None = None
         self.nodes: dict[str, SimulatedNode] = {}
         self.incarnations: dict[str, dict[str, int]] = {}  # receiving node → sending node → newest incarnation seen
         self.step_count = 0
@@ -187,6 +188,8 @@ class Simulation:
                 senders = peer.sent_to.pop(name)
                 self.links.forget(peer.name, name)
                 self.push(self.now_ns + detect_ns, peer, self._peer_lost, peer, (name, tuple(senders)))
+        if self.on_crash is not None:
+            self.on_crash(node)
 
     def stall(self, name: str) -> None:
         """Stop node ``name`` as SIGSTOP does: nothing of it runs until ``resume``."""
@@ -249,13 +252,18 @@ class Simulation:
         if self.injector is None:
             self._transmit(node, to, envelope, False)
             return
-        for delivery in self.injector.on_send(self.now_ns, envelope):
+        deliveries = self.injector.on_send(self.now_ns, envelope)
+        if not node.alive:
+            return
+        if not deliveries and node.recorder is not None:
+            node.recorder.sent(envelope, 0)
+        for delivery in deliveries:
             if delivery.delay_ms:
                 due = self.now_ns + int(delivery.delay_ms * 1e6)
                 late = (node, delivery.envelope, delivery.corrupt)
-                self.push(due, node, self._transmit_late, to, late)
+                self.push(due, node, self._transmit_late, delivery.envelope.to, late)
             else:
-                self._transmit(node, to, delivery.envelope, delivery.corrupt)
+                self._transmit(node, delivery.envelope.to, delivery.envelope, delivery.corrupt)
 
     def _transmit_late(self, to: str, late: tuple[SimulatedNode, Envelope, bool]) -> None:
         self._transmit(late[0], to, late[1], late[2])
@@ -287,12 +295,16 @@ class Simulation:
         if senders is None:
             senders = node.sent_to[name] = {}
         senders[envelope.sender] = None
-        self._dispatch(node.name, name, b"\xc1" + frame if corrupt else frame)
+        count = self._dispatch(node.name, name, b"\xc1" + frame if corrupt else frame)
+        if count != 1 and node.record_fault is not None:
+            node.record_fault(self.now_ns, envelope, "link: lost or held" if count == 0 else "link: duplicated")
 
-    def _dispatch(self, source: str, target: str, frame: bytes) -> None:
-        for due in self.links.due(self.now_ns, source, target, frame):
+    def _dispatch(self, source: str, target: str, frame: bytes) -> int:
+        dues = self.links.due(self.now_ns, source, target, frame)
+        for due in dues:
             self._sequence += 1
             heappush(self._heap, (due, self._sequence, None, self._arrive, target, frame))
+        return len(dues)
 
     def _arrive(self, name: str, frame: bytes) -> None:
         """A frame reaches node ``name``: whichever life is up takes it; a dead node loses it."""
@@ -328,16 +340,20 @@ class Simulation:
     # -- handling -------------------------------------------------------------------------------------------------
 
     def _handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
-        node = actor.node
-        if node.recorder is not None:
-            node.recorder.handled(self.now_ns, envelope)
         if self.injector is not None:
+            node = actor.node
             self.injector.on_handled(self.now_ns, envelope)
             if not node.alive:
                 return
             if node.stalled:
-                node.backlog.append((self._handle, actor, envelope))
+                node.backlog.append((self._step, actor, envelope))
                 return
+        self._step(actor, envelope)
+
+    def _step(self, actor: SimulatedActor, envelope: Envelope) -> None:
+        """One step of one machine."""
+        if actor.node.recorder is not None:
+            actor.node.recorder.handled(self.now_ns, envelope)
         try:
             effects = actor.handle(self.now_ns, envelope.sender, envelope.message)
         except Exception as error:

@@ -1,0 +1,106 @@
+"""A fault plan in a simulated cluster: the same rules and injectors as in real nodes, acting on virtual nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actors.runtime.fault_plan import FaultPlan
+from actors.runtime.faults import NodeInjector
+from actors.runtime.hooks import Delivery
+from actors.runtime.simulation import Simulation
+from messages.envelope import Envelope
+
+
+class SimulatedActions:
+    """What a fault does to one life of a simulated node."""
+
+    def __init__(self, simulation: Simulation, node: str) -> None:
+        self._simulation = simulation
+        self._node = node
+        self._life = simulation.nodes[node]
+        self.paused_ms = 0.0
+
+    def kill(self) -> None:
+        """End this life, unless it ended already."""
+        if self._life.alive:
+            self._simulation.crash(self._node)
+
+    def hang(self, for_ms: float) -> None:
+        """Stall the node; 0: until somebody resumes or restarts it."""
+        if not self._life.alive:
+            return
+        self._simulation.stall(self._node)
+        if for_ms:
+            self._simulation.call_at(for_ms, self._resume)
+
+    def _resume(self) -> None:
+        if self._life.alive and self._life.stalled:
+            self._simulation.resume(self._node)
+
+    def pause(self, ms: float) -> None:
+        """Remember how long; whoever asked takes it from ``paused_ms``."""
+        self.paused_ms += ms
+
+    def later(self, delay_ms: float, function: Callable[[], None]) -> None:
+        """Call ``function`` later in this life."""
+        assert self._life.context is not None
+        self._life.context.call_later(delay_ms, function)
+
+
+class ClusterInjector:
+    """The injectors of all nodes of a simulated cluster, one per life."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._simulation: Simulation | None = None
+        self._lives: dict[str, tuple[int, NodeInjector, SimulatedActions]] = {}
+
+    def attach(self, simulation: Simulation) -> None:
+        """Take part in ``simulation``."""
+        self._simulation = simulation
+        simulation.injector = self
+
+    def begin(self, node: str) -> None:
+        """A life of ``node`` begins; rules ``after_ms`` count from here. Called for every life, before it speaks."""
+        self._of(node)
+
+    def _of(self, node: str) -> tuple[int, NodeInjector, SimulatedActions] | None:
+        assert self._simulation is not None
+        life = self._simulation.nodes.get(node)
+        if life is None:
+            return None
+        found = self._lives.get(node)
+        if found is None or found[0] != life.incarnation:
+            actions = SimulatedActions(self._simulation, node)
+            injector = NodeInjector(self._plan, node, life.incarnation, actions, life.record_fault)
+            found = self._lives[node] = (life.incarnation, injector, actions)
+        return found
+
+    def on_send(self, now_ns: int, envelope: Envelope) -> tuple[Delivery, ...]:
+        """The sending node's rules."""
+        found = self._of(envelope.sender.partition("/")[0])
+        return (Delivery(0.0, envelope),) if found is None else found[1].on_send(now_ns, envelope)
+
+    def on_handled(self, now_ns: int, envelope: Envelope) -> None:
+        """The handling node's rules. A pause stalls the node for that long."""
+        found = self._of(envelope.to.partition("/")[0])
+        if found is None:
+            return
+        found[1].on_handled(now_ns, envelope)
+        actions = found[2]
+        if actions.paused_ms:
+            pause_ms, actions.paused_ms = actions.paused_ms, 0.0
+            actions.hang(pause_ms)
+
+    def on_write(self, operation: str, region_id: str, size_bytes: int) -> None:
+        """Simulated executors call ``write_delay_ms`` instead, which knows the node."""
+        raise NotImplementedError("a simulated data plane asks write_delay_ms")
+
+    def write_delay_ms(self, node: str, operation: str, region_id: str, size_bytes: int) -> float:
+        """How much longer this operation takes; raises ``DataPlaneError`` or ``TornWrite`` when it is to fail."""
+        found = self._of(node)
+        if found is None:
+            return 0.0
+        found[1].on_write(operation, region_id, size_bytes)
+        pause_ms, found[2].paused_ms = found[2].paused_ms, 0.0
+        return pause_ms
