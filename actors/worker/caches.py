@@ -1,0 +1,91 @@
+"""The cache tensors of one rank, as torch views over one registered buffer.
+
+Nothing is allocated here: the buffer belongs to the node's data plane, peers read and write it, and the views follow
+the published layout. Shapes are flattened to what the kernels index: token rows for KEY and VALUE, slot rows for CONV,
+checkpoint rows for SSM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from messages.layout import TensorLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """``key`` and ``value``: [block_count · block_size, kv_heads · head_dim], token rows of consecutive blocks."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    block_size: int
+    heads: int
+
+    def gather(self, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of ``blocks`` [sequences · n] as [sequences, heads, n · block_size, head_dim]; copies."""
+        width = self.block_size * self.key.shape[1]
+        shape = (sequences, -1, self.heads, self.key.shape[1] // self.heads)
+        key = self.key.view(-1, width).index_select(0, blocks).view(shape).transpose(1, 2)
+        value = self.value.view(-1, width).index_select(0, blocks).view(shape).transpose(1, 2)
+        return key, value
+
+
+@dataclass(frozen=True)
+class DeltaCache:
+    """``conv`` [slot_count · columns, channels] with ``columns`` = K-1+S; ``ssm`` [slot_count · (S+1), hv, dk, dv]."""
+
+    conv: torch.Tensor
+    ssm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RankCaches:
+    """Every cache of a rank: one entry per target layer, one per draft layer (empty without speculation)."""
+
+    layers: tuple[KVCache | DeltaCache, ...]
+    draft: tuple[KVCache, ...]
+    block_size: int
+    speculative_tokens: int
+    conv_columns: int  # K-1+S; 0 for a model without delta layers
+
+
+def bind_caches(
+    buffer: memoryview, tensors: Sequence[TensorLayout], *, linear_key_dim: int, device: torch.device
+) -> RankCaches:
+    """View ``buffer`` (writable, at least the layout's bytes) as the tensors of ``tensors``.
+
+    On an accelerator the views live in device memory of their own instead, and ``device.py`` moves the bytes.
+    """
+    by_key = {(t.namespace, t.layer, t.role): t for t in tensors}
+    slots = [t for t in tensors if t.role == "SSM"]
+    convs = [t for t in tensors if t.role == "CONV"]
+    blocks = [t for t in tensors if t.role == "KEY"]
+
+    def view(layout: TensorLayout) -> torch.Tensor:
+        rows = layout.resource_count * layout.rows_per_resource
+        dtype = DTYPES[layout.dtype]
+        count = rows * layout.row_bytes // dtype.itemsize
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=layout.base_bytes)
+        return flat.view(rows, layout.row_bytes // dtype.itemsize).to(device)
+
+    def attention(namespace: str, layer: int) -> KVCache:
+        key, value = by_key[namespace, layer, "KEY"], by_key[namespace, layer, "VALUE"]  # type: ignore[index]
+        return KVCache(view(key), view(value), key.rows_per_resource, key.row_units)
+
+    layers: list[KVCache | DeltaCache] = []
+    for layer in sorted({t.layer for t in tensors if t.namespace == "target"}):
+        if ("target", layer, "KEY") in by_key:
+            layers.append(attention("target", layer))
+            continue
+        conv, ssm = by_key["target", layer, "CONV"], by_key["target", layer, "SSM"]
+        rows = ssm.resource_count * ssm.rows_per_resource
+        layers.append(DeltaCache(view(conv), view(ssm).view(rows, ssm.row_units, linear_key_dim, -1)))
+    draft = tuple(attention("draft", layer) for layer in sorted({t.layer for t in tensors if t.namespace == "draft"}))
+    speculative = slots[0].rows_per_resource - 1 if slots else 0
+    columns = convs[0].rows_per_resource if convs else 0
+    return RankCaches(tuple(layers), draft, blocks[0].rows_per_resource if blocks else 1, speculative, columns)
