@@ -41,3 +41,12 @@ def decode_batch(frame: bytes | memoryview) -> tuple[Envelope, ...]:
         return _batch_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedFrame(f"not a batch of envelopes ({len(frame)} bytes): {error}") from error
+
+
+def batch_header(count: int) -> bytes:
+    """What stands before ``count`` encoded envelopes, one after the other, to make them what ``encode_batch`` makes."""
+    if count < 16:
+        return bytes((0x90 | count,))
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")

@@ -1,0 +1,340 @@
+"""What all links have in common: outboxes, sessions, credit, and what happens when; a carrier moves the frames.
+
+``LinkCore`` is driven by one thread, which owns the carrier. Other threads only fill outboxes and count consumed
+envelopes, and wake that thread when there is something new to do. The thread calls ``service`` after each wake-up, and
+the ``on_…`` methods for what its carrier receives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from messages.base import PROTOCOL_VERSION, instance_of
+from messages.codec import MalformedFrame, decode_batch
+from transport.frames import Credit, Hello, Refused, Reset, Welcome, control_frame, data_frame, split
+from transport.inbox import Session, Sessions
+from transport.links import LinkEvents, LinkSettings
+from transport.outbox import Outbox
+
+RETRY_NS = 50_000_000
+"""Pause before greeting a peer again whose old life is still ending."""
+
+
+class Carrier(Protocol):
+    """Moves whole frames. Owned by the links' thread."""
+
+    def connect(self, node: str) -> None:
+        """Make a connection to ``node``, in place of an earlier one. Nobody needs to be there yet."""
+        ...
+
+    def disconnect(self, node: str) -> None:
+        """End the connection to ``node`` and drop what it still holds."""
+        ...
+
+    def transmit(self, node: str, frame: bytes) -> bool:
+        """Send on the connection to ``node``; False: no room now, ``LinkCore.on_writable`` when there is."""
+        ...
+
+    def reply(self, peer: bytes, frame: bytes) -> None:
+        """Answer on a connection that a peer made; dropped when it is gone."""
+        ...
+
+
+class LinkCore:
+    """See the module. ``wake`` is called from any thread when ``service`` should run."""
+
+    def __init__(
+        self,
+        node: str,
+        incarnation: int,
+        settings: LinkSettings,
+        carrier: Carrier,
+        wake: Callable[[], None],
+        incarnations: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.node = node
+        self.incarnation = incarnation
+        self.settings = settings
+        self._carrier = carrier
+        self._wake = wake
+        self._events: LinkEvents | None = None
+        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes_lock = threading.Lock()
+        self._sessions = Sessions(node, incarnation, settings)
+        for peer, known in incarnations:
+            self._sessions.learn(peer, known)
+        self._fresh: deque[Outbox] = deque()
+        self._grants: deque[Session] = deque()
+        self._requirements: deque[tuple[str, int]] = deque()
+        self._greeting: set[Outbox] = set()
+        self._complained: set[str] = set()
+        self.closing = False
+        self.counts: Counter[str] = Counter()
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    def send(self, node: str, parcels: Sequence[bytes]) -> None:
+        """See ``Links.send``."""
+        if self.closing:
+            self.counts["dropped_closed"] += len(parcels)
+            return
+        outbox = self._outboxes.get(node)
+        if outbox is None:
+            with self._outboxes_lock:
+                outbox = self._outboxes.setdefault(node, Outbox(node, self._sessions.newest(node), self.settings))
+        if outbox.put(parcels):
+            self._fresh.append(outbox)
+            self._wake()
+
+    def consumed(self, session: int, count: int) -> None:
+        """See ``Links.consumed``."""
+        found = self._sessions.find(session)
+        if found is not None and found.consume(count):
+            self._grants.append(found)
+            self._wake()
+
+    def require(self, instance: str, incarnation: int) -> None:
+        """See ``Links.require``. What is queued is dropped at once: what the caller sends next is for the new life."""
+        for outbox in list(self._outboxes.values()):
+            if instance_of(outbox.node) == instance and outbox.known < incarnation:
+                outbox.drop()
+        self._requirements.append((instance, incarnation))
+        self._wake()
+
+    # -- the links' thread -----------------------------------------------------------------------------------------
+
+    def begin(self, events: LinkEvents) -> None:
+        """Report to ``events`` from now on."""
+        self._events = events
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``service`` has something to do at once."""
+        return bool(self._fresh or self._grants or self._requirements)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be sent to anybody who may still answer."""
+        return not any(outbox.queue or outbox.blocked_frame for outbox in list(self._outboxes.values()))
+
+    def service(self, now_ns: int) -> int:
+        """Do what other threads asked for and what is due; returns when to come again, 0 for no particular time."""
+        while self._requirements:
+            self._require(*self._requirements.popleft())
+        while self._grants:
+            session = self._grants.popleft()
+            self._carrier.reply(session.peer, control_frame(Credit(limit=session.limit)))
+        while self._fresh:
+            self._pump(self._fresh.popleft(), now_ns)
+        return self._check_greetings(now_ns) if self._greeting else 0
+
+    def _check_greetings(self, now_ns: int) -> int:
+        """Greet again where that is due, give up where the deadline has passed; returns the next such time."""
+        next_ns = 0
+        for outbox in list(self._greeting):
+            if now_ns >= outbox.deadline_ns:
+                self._lose(outbox, f"no answer to the greeting within {self.settings.handshake_timeout_ms} ms")
+                continue
+            if outbox.retry_ns and now_ns >= outbox.retry_ns:
+                self._greet(outbox)
+            due_ns = outbox.retry_ns or outbox.deadline_ns
+            next_ns = min(next_ns or due_ns, due_ns)
+        return next_ns
+
+    def on_writable(self, node: str, now_ns: int) -> None:
+        """The carrier has room again on the connection to ``node``."""
+        outbox = self._outboxes.get(node)
+        if outbox is not None:
+            self._pump(outbox, now_ns)
+
+    def on_broken(self, node: str, now_ns: int) -> None:
+        """The connection to ``node`` is gone. A greeting that went with it is said again, a little later."""
+        outbox = self._outboxes.get(node)
+        if outbox is None or outbox.state == "idle":
+            return
+        if outbox.state == "greeting":
+            self._try_again(outbox, now_ns)
+        else:
+            self._lose(outbox, "the link broke")
+
+    def on_refused(self, node: str, reason: str) -> None:
+        """``node`` (or its socket's authentication) will not have this link."""
+        outbox = self._outboxes.get(node)
+        if outbox is not None and outbox.state == "greeting":
+            self.counts["refused"] += 1
+            self._lose(outbox, f"refused: {reason}")
+
+    def on_reply(self, node: str, frame: bytes, now_ns: int) -> None:
+        """``node`` said something on the connection made to it."""
+        outbox = self._outboxes.get(node)
+        if outbox is None or outbox.state == "idle":
+            return
+        try:
+            control = split(frame)
+        except MalformedFrame as error:
+            self._complain(node, error)
+            return
+        match control:
+            case Welcome():
+                self._on_welcome(outbox, control, now_ns)
+            case Refused():
+                self.on_refused(node, control.reason)
+            case Credit():
+                outbox.limit = max(outbox.limit, control.limit)
+                self._pump(outbox, now_ns)
+            case Reset():
+                if outbox.state == "open":
+                    self._lose(outbox, "the peer knows nothing of this link: it was restarted")
+            case _:
+                self._complain(node, MalformedFrame("only answers are expected on this connection"))
+
+    def on_frame(self, peer: bytes, frame: bytes) -> None:
+        """A peer said something on a connection that it made."""
+        try:
+            content = split(frame)
+            if isinstance(content, tuple):
+                self._on_data(peer, *content)
+            elif isinstance(content, Hello):
+                self._on_hello(peer, content)
+            else:
+                raise MalformedFrame("only greetings and data are expected on this connection")
+        except MalformedFrame as error:
+            session = self._sessions.at(peer)
+            self._complain(session.node if session else "somebody without a greeting", error)
+
+    def _pump(self, outbox: Outbox, now_ns: int) -> None:
+        """Send as much as may be sent; begin with a greeting when there is no connection."""
+        with outbox.lock:
+            outbox.pending = False
+            why, outbox.overflowed = outbox.overflowed, ""
+        if why:
+            self.counts["overflowed"] += 1
+            self._report_lost(outbox.node, f"its outbox overflowed: {why}")
+        if outbox.state == "idle" and outbox.queue:
+            outbox.state = "greeting"
+            outbox.deadline_ns = now_ns + self.settings.handshake_timeout_ms * 1_000_000
+            self._greeting.add(outbox)
+            self._greet(outbox)
+        while outbox.state == "open":
+            frame = outbox.blocked_frame
+            if frame is None:
+                parcels = outbox.take()
+                if not parcels:
+                    return
+                frame = data_frame(parcels)
+            if not self._carrier.transmit(outbox.node, frame):
+                outbox.blocked_frame = frame
+                return
+            outbox.blocked_frame = None
+            self.counts["frames_sent"] += 1
+
+    def _greet(self, outbox: Outbox) -> None:
+        outbox.retry_ns = 0
+        self._carrier.connect(outbox.node)
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION, node=self.node, incarnation=self.incarnation, target_node=outbox.node
+        )
+        self._carrier.transmit(outbox.node, control_frame(hello))
+
+    def _on_welcome(self, outbox: Outbox, welcome: Welcome, now_ns: int) -> None:
+        if outbox.state != "greeting":
+            return
+        if welcome.protocol_version != PROTOCOL_VERSION or welcome.node != outbox.node:
+            self.on_refused(
+                outbox.node,
+                f"protocol version {welcome.protocol_version} of {welcome.node} answered, "
+                f"expected {PROTOCOL_VERSION} of {outbox.node}",
+            )
+            return
+        if welcome.incarnation < self._sessions.least(outbox.node):
+            self._try_again(outbox, now_ns)  # a dead life of the peer still answers
+            return
+        self._learn(outbox.node, welcome.incarnation)
+        self._greeting.discard(outbox)
+        outbox.opened(welcome.incarnation, welcome.limit)
+        self._pump(outbox, now_ns)
+
+    def _learn(self, node: str, incarnation: int) -> None:
+        """``node`` lives as ``incarnation``: drop what was queued for an earlier life, and the link to it."""
+        self._sessions.learn(node, incarnation)
+        outbox = self._outboxes.get(node)
+        if outbox is not None:
+            if 0 < outbox.known < incarnation:
+                why = f"it was restarted as incarnation {incarnation}"
+                if outbox.state == "open":
+                    self._lose(outbox, why)
+                elif outbox.drop():
+                    self._report_lost(node, why)
+            outbox.known = max(outbox.known, incarnation)
+        if self._events is not None:
+            self._events.on_peer_known(node, incarnation)
+
+    def _try_again(self, outbox: Outbox, now_ns: int) -> None:
+        self._carrier.disconnect(outbox.node)
+        outbox.retry_ns = now_ns + RETRY_NS
+
+    def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        answer = self._sessions.greet(peer, hello)
+        self._carrier.reply(peer, control_frame(answer))
+        if isinstance(answer, Refused):
+            self.counts["refused"] += 1
+            self._note("warning", "greeting_refused", peer=hello.node, reason=answer.reason)
+        else:
+            self._learn(hello.node, hello.incarnation)
+
+    def _on_data(self, peer: bytes, count: int, batch: memoryview) -> None:
+        session = self._sessions.at(peer)
+        if session is None:
+            self.counts["dropped_no_session"] += 1
+            self._carrier.reply(peer, control_frame(Reset()))
+            return
+        session.received += count
+        if session.received > session.limit:
+            self._sessions.drop(peer)
+            self._carrier.reply(peer, control_frame(Reset()))
+            raise MalformedFrame(f"{session.received} envelopes came, {session.limit} were granted: link reset")
+        try:
+            envelopes = decode_batch(batch)
+            if len(envelopes) != count:
+                raise MalformedFrame(f"{len(envelopes)} envelopes in a frame that announced {count}")
+        except MalformedFrame:
+            self.consumed(session.number, count)  # nobody else will
+            raise
+        if self._events is not None:
+            self._events.on_envelopes(session.number, session.node, envelopes)
+
+    def _require(self, instance: str, incarnation: int) -> None:
+        self._sessions.require(instance, incarnation)
+        for outbox in list(self._outboxes.values()):
+            if outbox.state == "open" and outbox.known < incarnation and instance_of(outbox.node) == instance:
+                self._close(outbox)
+
+    def _close(self, outbox: Outbox) -> int:
+        """End the connection and forget what waited for it; returns how many envelopes."""
+        self._greeting.discard(outbox)
+        self._carrier.disconnect(outbox.node)
+        outbox.closed()
+        return outbox.drop()
+
+    def _lose(self, outbox: Outbox, reason: str) -> None:
+        dropped = self._close(outbox)
+        self.counts["dropped_lost"] += dropped
+        self._report_lost(outbox.node, reason)
+
+    def _report_lost(self, node: str, reason: str) -> None:
+        if self._events is not None and not self.closing:
+            self._events.on_peer_lost(node, reason)
+
+    def _complain(self, who: str, error: MalformedFrame) -> None:
+        """Count a malformed frame; say so once per peer."""
+        self.counts["malformed"] += 1
+        if who not in self._complained:
+            self._complained.add(who)
+            self._note("warning", "malformed_frame", peer=who, error=str(error))
+
+    def _note(self, level: str, event: str, **fields: str | int | float) -> None:
+        if self._events is not None:
+            self._events.on_note(level, event, fields)
