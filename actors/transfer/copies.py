@@ -1,0 +1,113 @@
+"""Which bytes a job moves: from a plan and a job to copies between regions. Pure: an executor carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from actors.transfer.jobs import MergeJob, PullJob, WriteJob
+from actors.transfer.ranges import (
+    Ranges,
+    TokenRange,
+    area_offset,
+    block_ranges,
+    block_to_window,
+    slot_ranges,
+    slot_to_window,
+    window_to_block,
+    window_to_slot,
+)
+from actors.transfer.routes import Route, TransferPlan
+
+
+class Copy(NamedTuple):
+    """One operation of the data plane: ``ranges`` from one region to another."""
+
+    source_region: str
+    target_region: str
+    ranges: Ranges
+
+
+class Link(NamedTuple):
+    """A plan with one peer, and the region in which its staging windows lie."""
+
+    plan: TransferPlan
+    staging_region: str
+
+
+def write_copies(link: Link, source_rank: int, job: WriteJob) -> list[Copy]:
+    """What source rank ``source_rank`` writes for ``job``."""
+    tokens = TokenRange(job.token_start, job.token_count)
+    parts = []
+    for namespace, layer in job.layers:
+        for route in link.plan.select(source_rank=source_rank, by_block=True, namespace=namespace, layer=layer):
+            if route.in_place:
+                ranges = block_ranges(route, job.source_block_ids, job.target_block_ids, tokens)
+                parts.append((route.source.region_id, route.target.region_id, ranges))
+            else:
+                area = area_offset(link.plan, route, job.window_offset)
+                ranges = block_to_window(route, job.source_block_ids, tokens, area)
+                parts.append((route.source.region_id, link.staging_region, ranges))
+    return _grouped(parts)
+
+
+def pull_copies(link: Link, job: PullJob) -> list[Copy]:
+    """What the target rank reads for ``job``."""
+    tokens = TokenRange(job.token_start, job.token_count)
+    parts = []
+    for route in _pulled(link.plan, job):
+        area = -1 if route.in_place else area_offset(link.plan, route, job.window_offset)
+        if route.by_block and route.in_place:
+            ranges = block_ranges(route, job.source_block_ids, job.target_block_ids, tokens)
+        elif route.by_block:
+            ranges = block_to_window(route, job.source_block_ids, tokens, area)
+        elif route.in_place:
+            ranges = slot_ranges(route, job.source_slot, job.target_slot)
+        else:
+            ranges = slot_to_window(route, job.source_slot, area)
+        target_region = route.target.region_id if route.in_place else link.staging_region
+        parts.append((route.source.region_id, target_region, ranges))
+    return _grouped(parts)
+
+
+def merge_copies(link: Link, job: MergeJob) -> list[Copy]:
+    """What the staging actor merges for ``job``: every source's window into the final rows."""
+    tokens = TokenRange(job.token_start, job.token_count)
+    parts = []
+    for source_rank, window_offset in job.windows:
+        for route in _merged(link.plan, job, source_rank):
+            area = area_offset(link.plan, route, window_offset)
+            if route.by_block:
+                ranges = window_to_block(route, job.target_block_ids, tokens, area)
+            else:
+                ranges = window_to_slot(route, job.target_slot, area)
+            parts.append((link.staging_region, route.target.region_id, ranges))
+    return _grouped(parts)
+
+
+def _pulled(plan: TransferPlan, job: PullJob) -> tuple[Route, ...]:
+    if job.kind == "ssm":
+        return plan.select(source_rank=job.source_rank, by_block=False, in_place=True)
+    if job.kind == "conv":
+        return plan.select(source_rank=job.source_rank, by_block=False, in_place=False)
+    return plan.select(source_rank=job.source_rank, by_block=True, namespace=job.kind)
+
+
+def _merged(plan: TransferPlan, job: MergeJob, source_rank: int) -> Iterable[Route]:
+    by_block = job.kind != "conv"
+    for route in plan.select(source_rank=source_rank, by_block=by_block, in_place=False):
+        wanted = (
+            not by_block
+            or route.namespace == job.kind
+            or (job.kind == "chunk" and (route.namespace == "target" or job.with_draft))
+        )
+        if wanted:
+            yield route
+
+
+def _grouped(parts: Iterable[tuple[str, str, Ranges]]) -> list[Copy]:
+    """One copy per pair of regions, in the order in which the pairs first appear."""
+    groups: dict[tuple[str, str], Ranges] = {}
+    for source_region, target_region, ranges in parts:
+        groups.setdefault((source_region, target_region), Ranges([], [])).extend(ranges)
+    return [Copy(source, target, ranges) for (source, target), ranges in groups.items()]
