@@ -267,6 +267,7 @@ class Restore(Message, frozen=True, kw_only=True):
     token_count: int
     target_block_ids: tuple[int, ...]
     target_slot: int
+    with_draft: bool = False  # a chunk that brought its draft KV along
 
 
 class Merged(Message, frozen=True, kw_only=True):
@@ -412,4 +413,13 @@ class MergeDone(Message, frozen=True, kw_only=True):
     bytes_merged: int
     merge_ms: float = 0.0
     sync_ms: float = 0.0
+    error: str = ""
+
+
+class VerifyDone(Message, frozen=True, kw_only=True):
+    """D transfer to itself: the restored caches were compared with their sources; ``error`` names what differs."""
+
+    request_id: str
+    epoch: int
+    bytes_compared: int
     error: str = ""
