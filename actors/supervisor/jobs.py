@@ -1,0 +1,32 @@
+"""What the supervisor's machine asks of the operating system; ``processes.py`` does it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from actors.runtime.config import NodeConfig
+from actors.runtime.machine import Job
+
+
+class StartProcess(Job, frozen=True, kw_only=True):
+    """Start a node. Emits ``ProcessStarted``; its result, ``ProcessExited``, comes when the process has ended."""
+
+    config: NodeConfig
+
+
+class SignalProcess(Job, frozen=True, kw_only=True):
+    """Send a signal to a node's process, if that life of it still runs. Result: ``ProcessSignalled``."""
+
+    node: str
+    incarnation: int
+    signal: Literal["KILL", "TERM"]
+
+
+class CleanUnit(Job, frozen=True, kw_only=True):
+    """Remove sockets and shared memory that dead processes left; ``unit`` "" means of the whole run.
+
+    Result: ``UnitCleaned``.
+    """
+
+    unit: str
+    nodes: tuple[str, ...] = ()
