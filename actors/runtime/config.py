@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     staging_leases: int = 4
     lease_windows: int = 2
     data_plane: Literal["shm", "tcp"] = "shm"
+    keys_file: str = ""  # CURVE keys and the tcp data plane's secret; "": <run_dir>/keys.json
 
     # speculation
     num_speculative_tokens: int = 0
@@ -99,3 +100,4 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     incarnations: tuple[tuple[str, int], ...] = ()  # node → incarnation, of nodes known when this one started
     endpoints: tuple[tuple[str, str], ...] = ()
+    parent_pid: int = 0  # the process without which this one ends; 0: the one that started it

@@ -9,6 +9,7 @@ from typing import Protocol
 from actors.runtime.config import NodeConfig
 from actors.runtime.machine import Job, Machine
 from messages.base import Message
+from transport.dataplane import DataPlane
 
 Emit = Callable[[str, Message], None]
 """``emit(to, message)``: send from the actor whose job is running; the cause is the message that asked for the job."""
@@ -42,6 +43,15 @@ class NodeContext(Protocol):
     """The node as a factory ``build(context) -> tuple[ActorSpec, ...]`` sees it."""
 
     config: NodeConfig
+
+    @property
+    def data_plane(self) -> DataPlane:
+        """The node's data plane, made at its first use (so control nodes never load it). Any thread."""
+        ...
+
+    def ready_detail(self, text: str) -> None:
+        """What ``NodeReady.detail`` should say (the front: the URL it listens on). Call it while actors start."""
+        ...
 
     def post(self, sender_actor: str, to: str, message: Message) -> None:
         """Send as local actor ``sender_actor`` from outside its mailbox (HTTP handlers, start-up). Any thread."""
