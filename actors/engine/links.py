@@ -1,0 +1,101 @@
+"""Links of this instance's ranks with an instance of the opposite role: asked of all ranks, up when all say so.
+
+    (new) --LinkPeer--> LINKING --every rank linked--> LINKED --UnlinkPeer--> (gone)
+    LINKING --a rank's plan is refused, or a rank is silent too long--> (gone, LinkFailed; the scheduler may ask again)
+
+A rank that had linked before another refused stays linked; a second ``LinkPeer`` finds it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from actors.runtime.machine import Effect, Send, StartTimer, StatusValues, StopTimer
+from messages.base import Message, control_address, rank_address
+from messages.cluster import LinkFailed, LinkPeer, PeerLinked, UnlinkPeer
+from messages.layout import Manifest
+from messages.timers import InstanceTimer
+
+Key = tuple[str, int]
+
+
+@dataclass(eq=False)
+class Link:
+    """The ranks that are linked with one incarnation of a peer."""
+
+    linked: set[int] = field(default_factory=set)
+
+
+class Links:
+    """See the module's theory."""
+
+    def __init__(self, instance: str, tp_size: int, *, timeout_ms: float) -> None:
+        self.own_manifests: tuple[Manifest, ...] = ()
+        self._scheduler = control_address(instance, "scheduler")
+        self._transfers = tuple(rank_address(instance, rank, "transfer") for rank in range(tp_size))
+        self._timeout_ms = timeout_ms
+        self._links: dict[Key, Link] = {}
+
+    def handle(self, message: Message) -> list[Effect] | None:
+        """React to a message about a link; None when it is about something else."""
+        match message:
+            case LinkPeer():
+                return self._on_link_peer(message)
+            case PeerLinked():
+                return self._on_peer_linked(message)
+            case LinkFailed():
+                return self._on_link_failed(message)
+            case UnlinkPeer():
+                return self._on_unlink_peer(message)
+            case InstanceTimer(purpose="link"):
+                return self._on_timeout(message)
+            case _:
+                return None
+
+    def status(self) -> StatusValues:
+        """How many ranks are linked with each peer."""
+        total = len(self._transfers)
+        return tuple(
+            (f"link.{instance}", f"incarnation {incarnation}: {len(link.linked)} of {total} ranks")
+            for (instance, incarnation), link in self._links.items()
+        )
+
+    def _on_link_peer(self, message: LinkPeer) -> list[Effect]:
+        peer = message.peer
+        self._links[(peer.instance, peer.incarnation)] = Link()
+        request = msgspec.structs.replace(message, own_manifests=self.own_manifests)
+        effects: list[Effect] = [Send(transfer, request) for transfer in self._transfers]
+        due = InstanceTimer(instance=peer.instance, incarnation=peer.incarnation, purpose="link")
+        return [*effects, StartTimer(("link", peer.instance, peer.incarnation), self._timeout_ms, due)]
+
+    def _on_peer_linked(self, message: PeerLinked) -> list[Effect]:
+        link = self._links.get((message.instance, message.incarnation))
+        if link is None or message.rank in link.linked:
+            return []
+        link.linked.add(message.rank)
+        if len(link.linked) < len(self._transfers):
+            return []
+        up = PeerLinked(instance=message.instance, incarnation=message.incarnation, rank=-1)
+        return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, up)]
+
+    def _on_link_failed(self, message: LinkFailed) -> list[Effect]:
+        if self._links.pop((message.instance, message.incarnation), None) is None:
+            return []
+        return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, message)]
+
+    def _on_unlink_peer(self, message: UnlinkPeer) -> list[Effect]:
+        self._links.pop((message.instance, message.incarnation), None)
+        effects: list[Effect] = [StopTimer(("link", message.instance, message.incarnation))]
+        return effects + [Send(transfer, message) for transfer in self._transfers]
+
+    def _on_timeout(self, message: InstanceTimer) -> list[Effect]:
+        link = self._links.get((message.instance, message.incarnation))
+        if link is None or len(link.linked) == len(self._transfers):
+            return []
+        silent = [rank for rank in range(len(self._transfers)) if rank not in link.linked]
+        reason = f"ranks {silent} did not answer within {self._timeout_ms:.0f} ms"
+        return self._on_link_failed(
+            LinkFailed(instance=message.instance, incarnation=message.incarnation, rank=silent[0], reason=reason)
+        )

@@ -1,0 +1,243 @@
+"""One command from the scheduler becomes one per rank, and the ranks' answers become one answer.
+
+Theory of operation
+===================
+
+The engine owns no resource and decides nothing about requests. It knows how many ranks there are and, for everything
+it has asked of them, which have answered:
+
+    readiness   every rank's WorkerReady                     → EngineReady, when their capacities agree
+    steps       ExecuteBatch to all, BatchResult of all      → rank 0's result, when all sampled the same tokens
+    links       see links.py
+    receives    see receives.py (decode instances)
+    pushes      OpenPush, ClosePush to all; PushFailed of any is passed on (prefill instances)
+
+Steps are one ordered stream, one in flight. All ranks of an instance fail together: a rank that reports a broken step,
+that samples a different token, or that does not answer in time ends the node (``Fail``), because ranks that have left
+the common stream cannot come back to it; the supervisor restarts the whole instance.
+
+A row that one rank could not run (``RowResult.error``) has failed on all: the error stands in the merged result and the
+instance lives on. Answers about an older step, another incarnation, or given twice, change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from actors.engine.links import Links
+from actors.engine.receives import Receives
+from actors.runtime.config import NodeConfig
+from actors.runtime.machine import Effect, Fail, Note, Send, StartTimer, StatusRequests, StatusValues, StopTimer
+from messages.base import Message, control_address, rank_address
+from messages.batch import BatchResult, ExecuteBatch, RowResult, StepFailed
+from messages.layout import Manifest
+from messages.lifecycle import EngineReady, WorkerReady
+from messages.timers import InstanceTimer
+from messages.transfer import ClosePush, OpenPush, PushFailed
+
+AGREED_FIELDS = (
+    "model_fingerprint",
+    "tp_size",
+    "block_size",
+    "block_count",
+    "slot_count",
+    "speculative_tokens",
+    "max_tokens_per_chunk",
+    "max_model_len",
+)
+"""What every rank's manifest must say alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One instance's engine."""
+
+    instance: str
+    incarnation: int
+    tp_size: int = 1
+    step_timeout_ms: float = 90_000.0
+    link_timeout_ms: float = 30_000.0
+    open_timeout_ms: float = 10_000.0
+    release_resend_ms: float = 1000.0
+
+    @classmethod
+    def from_node(cls, config: NodeConfig) -> EngineSettings:
+        """Of the control node ``config``."""
+        options = config.options
+        return cls(
+            instance=config.instance,
+            incarnation=config.incarnation,
+            tp_size=config.tp_size,
+            # a rank that waits for another gives up first, and says which
+            step_timeout_ms=float(options.collective_timeout_ms + options.hang_timeout_ms),
+        )
+
+
+@dataclass
+class StepInFlight:
+    """The step that runs, and the ranks that have answered."""
+
+    number: int
+    since_ns: int
+    results: dict[int, BatchResult] = field(default_factory=dict)
+
+
+class EngineMachine:
+    """See the module's theory. One per instance, on its control node."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self._scheduler = control_address(settings.instance, "scheduler")
+        self._workers = tuple(rank_address(settings.instance, rank, "worker") for rank in range(settings.tp_size))
+        self._transfers = tuple(rank_address(settings.instance, rank, "transfer") for rank in range(settings.tp_size))
+        self._manifests: dict[int, Manifest] = {}
+        self._ready = False
+        self._step: StepInFlight | None = None
+        self._steps_done = 0
+        self.links = Links(settings.instance, settings.tp_size, timeout_ms=settings.link_timeout_ms)
+        self.receives = Receives(
+            settings.instance,
+            settings.tp_size,
+            open_timeout_ms=settings.open_timeout_ms,
+            release_resend_ms=settings.release_resend_ms,
+        )
+
+    def start(self, now_ns: int) -> list[Effect]:
+        """Nothing: the ranks say when they are ready."""
+        return []
+
+    def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
+        """React to one message."""
+        match message:
+            case WorkerReady():
+                return self._on_worker_ready(message)
+            case ExecuteBatch():
+                return self._on_execute_batch(now_ns, message)
+            case BatchResult():
+                return self._on_batch_result(message)
+            case StepFailed():
+                return self._on_step_failed(message)
+            case OpenPush() | ClosePush():
+                return [Send(transfer, message) for transfer in self._transfers]
+            case PushFailed():
+                return [Send(self._scheduler, message)]
+            case InstanceTimer(purpose=purpose) if purpose.startswith("step"):
+                return self._on_step_timeout(purpose)
+            case _:
+                effects = self.links.handle(message)
+                if effects is None:
+                    effects = self.receives.handle(now_ns, message)
+                return effects or []
+
+    def status(self, now_ns: int) -> tuple[StatusValues, StatusRequests]:
+        """What the engine waits for."""
+        values: list[tuple[str, float | int | str]] = [
+            ("ready", int(self._ready)),
+            ("ranks_ready", len(self._manifests)),
+            ("steps_done", self._steps_done),
+            ("receives", self.receives.live_count),
+        ]
+        if self._step is not None:
+            missing = [str(rank) for rank in range(len(self._workers)) if rank not in self._step.results]
+            values.append(("step", f"{self._step.number}: waits for ranks {', '.join(missing)}"))
+            values.append(("step_since_ns", self._step.since_ns))
+        return (*values, *self.links.status()), self.receives.status()
+
+    # -- readiness -----------------------------------------------------------------------------------------------
+
+    def _on_worker_ready(self, message: WorkerReady) -> list[Effect]:
+        own = self.settings
+        if self._ready or message.incarnation != own.incarnation or not 0 <= message.rank < own.tp_size:
+            return []
+        self._manifests[message.rank] = message.manifest
+        if len(self._manifests) < own.tp_size:
+            return []
+        manifests = tuple(self._manifests[rank] for rank in range(own.tp_size))
+        for manifest in manifests[1:]:
+            for name in AGREED_FIELDS:
+                first, other = getattr(manifests[0], name), getattr(manifest, name)
+                if first != other:
+                    reason = f"ranks 0 and {manifest.rank} of {own.instance} disagree on {name}: {first} and {other}"
+                    return [Fail(reason, fatal=True)]
+        self._ready = True
+        self.links.own_manifests = manifests
+        return [Send(self._scheduler, EngineReady(incarnation=own.incarnation, manifests=manifests))]
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _on_execute_batch(self, now_ns: int, message: ExecuteBatch) -> list[Effect]:
+        if message.incarnation != self.settings.incarnation or message.step <= self._last_step():
+            return []
+        self._step = StepInFlight(message.step, now_ns)
+        effects: list[Effect] = [Send(worker, message) for worker in self._workers]
+        own = self.settings
+        due = InstanceTimer(instance=own.instance, incarnation=own.incarnation, purpose=f"step {message.step}")
+        return [*effects, StartTimer(("step",), own.step_timeout_ms, due)]
+
+    def _last_step(self) -> int:
+        return self._step.number if self._step is not None else self._steps_done
+
+    def _on_batch_result(self, message: BatchResult) -> list[Effect]:
+        step = self._step
+        if step is None or message.step != step.number or message.incarnation != self.settings.incarnation:
+            return []
+        if message.rank in step.results or not 0 <= message.rank < self.settings.tp_size:
+            return []
+        step.results[message.rank] = message
+        if len(step.results) < self.settings.tp_size:
+            return []
+        results = [step.results[rank] for rank in range(self.settings.tp_size)]
+        rows = []
+        for result in results[1:]:
+            if len(result.rows) != len(results[0].rows):
+                return self._fail_step(
+                    result.rank, f"it returned {len(result.rows)} rows, rank 0 returned {len(results[0].rows)}"
+                )
+        for index, row in enumerate(results[0].rows):
+            others = [result.rows[index] for result in results[1:]]
+            for rank, other in enumerate(others, start=1):
+                difference = _difference(row, other)
+                if difference:
+                    return self._fail_step(rank, difference)
+            error = next((other.error for other in (row, *others) if other.error), "")
+            rows.append(row if error == row.error else msgspec.structs.replace(row, error=error))
+        self._step = None
+        self._steps_done = step.number
+        slowest_ms = max(result.forward_ms for result in results)
+        merged = msgspec.structs.replace(results[0], rows=tuple(rows), forward_ms=slowest_ms)
+        return [StopTimer(("step",)), Send(self._scheduler, merged)]
+
+    def _on_step_failed(self, message: StepFailed) -> list[Effect]:
+        if message.incarnation != self.settings.incarnation:
+            return []
+        return self._fail_step(message.rank, message.reason)
+
+    def _on_step_timeout(self, purpose: str) -> list[Effect]:
+        if self._step is None or purpose != f"step {self._step.number}":
+            return []
+        silent = [rank for rank in range(self.settings.tp_size) if rank not in self._step.results]
+        return self._fail_step(
+            silent[0], f"ranks {silent} did not answer within {self.settings.step_timeout_ms:.0f} ms"
+        )
+
+    def _fail_step(self, rank: int, reason: str) -> list[Effect]:
+        """The ranks have left the common stream: this instance is over."""
+        own = self.settings
+        step = self._last_step()
+        failed = StepFailed(step=step, incarnation=own.incarnation, rank=rank, reason=reason)
+        text = f"step {step} broke on rank {rank} of {own.instance}: {reason}"
+        note = Note("error", "step broke", (("step", step), ("rank", rank), ("reason", reason)))
+        return [note, Send(self._scheduler, failed), Fail(text)]
+
+
+def _difference(first: RowResult, other: RowResult) -> str:
+    """In what two ranks' results of one row differ that must be equal; "" when they do not."""
+    if (first.request_id, first.epoch) != (other.request_id, other.epoch):
+        return f"its row is {other.request_id} epoch {other.epoch}, rank 0's {first.request_id} epoch {first.epoch}"
+    if first.error or other.error:
+        return ""
+    if first.token_ids != other.token_ids:
+        return f"{first.request_id}: it sampled {other.token_ids}, rank 0 sampled {first.token_ids}"
+    return ""

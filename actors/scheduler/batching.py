@@ -1,0 +1,429 @@
+"""Continuous batching: which sequences run in the next step, and what a step's result makes of them.
+
+Theory of operation
+===================
+
+Every role uses this core: a mixed instance for everything, a prefill instance for the chunks of requests that a decode
+instance accepted, a decode instance for decode rows and for the chunks of requests that it preempted. One step is in
+flight at a time. A sequence is
+
+    WAITING  no memory yet, or no more: new on a mixed instance, or preempted
+    RUNNING  holds blocks and a slot; prefills chunk by chunk, then decodes
+    gone     finished, failed or removed; its memory is freed when the step in flight no longer runs over it
+
+``add`` queues a sequence; ``resume`` takes one that already has its memory (a reservation); ``remove`` takes one out
+at any time. A step is planned in this order:
+
+1. online decode rows, oldest first; 2. online prefill chunks, oldest first; 3. online sequences from the waiting queue,
+preempted ones first; 4. the same three for offline ones, if no online sequence is left waiting.
+
+A decode row that needs a block when none is free first gives up speculation, then preempts the *youngest* sequence,
+offline before online (perhaps itself): it loses its memory, goes back to the queue and later computes prompt and output
+again, so its tokens do not change. A sequence is only ever taken on if alone it fits the whole pool, so the oldest
+always gets on. An online sequence at the head of the queue preempts offline ones to get in.
+
+Online and offline (C26): an offline sequence gets rows only in a step in which every online sequence got what it can
+use. There is no aging: offline lives on what is left over, and gets all of it in the same step. Online is never held
+up, because offline sequences yield budget, blocks and slots. An offline one is never paused while it holds what an
+online one waits for: it is preempted.
+
+Invariants: one step in flight; rows never exceed ``max_tokens_per_batch`` tokens or ``max_seqs_per_batch`` rows; a
+row's table covers every position it may write; the memory of a row in flight is pinned until its result is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.scheduler.acceptance import FinishReason, accept
+from actors.scheduler.blocks import CachePool, Holding
+from actors.scheduler.sequence import Sequence
+from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult, SequenceStart
+from messages.requests import TokenLogprobs
+
+STEP_PIN = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What one step may be. ``max_tokens_per_chunk`` 0: prompts are computed whole."""
+
+    max_tokens_per_batch: int
+    max_seqs_per_batch: int
+    max_tokens_per_chunk: int
+    speculative_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one row of a step did to its sequence.
+
+    ``reason`` set: it has ended and left the batching core. ``error`` set: it failed and left likewise.
+    """
+
+    sequence: Sequence
+    first_index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    reason: FinishReason | None = None
+    stop_token_id: int = -1
+    error: str = ""
+    row: RowResult | None = None
+
+
+@dataclass
+class Step:
+    """The step in flight: its number, and who runs in it."""
+
+    number: int
+    rows: dict[tuple[str, int], tuple[Sequence, Holding, BatchRow]] = field(default_factory=dict)
+    started: list[Sequence] = field(default_factory=list)  # prefills of which this is the first chunk
+
+
+class Batcher:
+    """See the module's theory of operation."""
+
+    def __init__(self, pool: CachePool, limits: BatchLimits, incarnation: int) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.step: Step | None = None
+        self.preempted_count = 0
+        self._incarnation = incarnation
+        self.step_count = 0
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._closed: dict[str, None] = {}
+
+    # -- taking sequences on and out -----------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences without memory, in the order in which they will be taken on."""
+        return self._waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with memory, oldest first."""
+        return self._running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has no memory yet. The caller made sure that alone it fits the pool."""
+        self._waiting.append(sequence)
+        self._waiting.sort(key=_queue_key)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Run a sequence that already has its memory."""
+        if sequence.holding is None:
+            raise ValueError(f"{sequence.owner} has no memory to run in")
+        self._running.append(sequence)
+        self._running.sort(key=_age_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever it does. Its memory is the caller's to release, if it has any."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence in self._running:
+            self._running.remove(sequence)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Have the workers forget a sequence with the next step."""
+        if sequence.is_open:
+            sequence.is_open = False
+            self._closed[sequence.request_id] = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Give up a sequence's memory (freed when no step runs over it and nobody else pins it)."""
+        if sequence.holding is not None:
+            holding, sequence.holding = sequence.holding, None
+            self.pool.release(holding)
+
+    def preempt_offline(self, block_count: int) -> bool:
+        """Preempt offline sequences, youngest first, until a slot and ``block_count`` blocks are free or will be when
+        the step in flight ends. Preempts nobody and returns False when even that would not be enough."""
+        victims = [s for s in reversed(self._running) if s.priority == "offline" and _is_preemptible(s)]
+        blocks, slots = self.pool.blocks.free_count, self.pool.slots.free_count
+        chosen = []
+        for victim in victims:
+            if blocks >= block_count and slots > 0:
+                break
+            assert victim.holding is not None
+            blocks += len(victim.holding.blocks)
+            slots += 1
+            chosen.append(victim)
+        if blocks < block_count or slots < 1:
+            return False
+        for victim in chosen:
+            self._preempt(victim)
+        return True
+
+    # -- planning a step -----------------------------------------------------------------------------------------
+
+    def plan(self) -> ExecuteBatch | None:
+        """The next step, now in flight; None when one is in flight already or there is nothing to run."""
+        if self.step is not None or not (self._running or self._waiting):
+            return None
+        planner = _Planner(self)
+        if not planner.rows:
+            return None
+        self.step_count += 1
+        step = Step(number=self.step_count, started=planner.started)
+        for sequence, row in planner.rows:
+            assert sequence.holding is not None
+            self.pool.pin(sequence.holding, STEP_PIN)
+            step.rows[sequence.owner] = (sequence, sequence.holding, row)
+        self.step = step
+        closed, self._closed = tuple(self._closed), {}
+        return ExecuteBatch(
+            step=step.number,
+            incarnation=self._incarnation,
+            rows=tuple(row for _, row in planner.rows),
+            opened=tuple(planner.opened),
+            closed=closed,
+        )
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.preempted_count += 1
+        victim.preempted_count += 1
+        victim.computed = 0
+        victim.is_decoding = False
+        victim.restored = False
+        victim.prompt_logprobs.clear()
+        self._running.remove(victim)
+        self.close(victim)
+        self.release(victim)
+        self.add(victim)
+
+    # -- a step's result -----------------------------------------------------------------------------------------
+
+    def apply(self, result: BatchResult) -> list[Outcome]:
+        """What the step did to each sequence that still runs. A result that is not the step in flight's: nothing."""
+        step = self.step
+        if step is None or result.step != step.number or result.incarnation != self._incarnation:
+            return []
+        self.step = None
+        by_owner = {(row.request_id, row.epoch): row for row in result.rows}
+        outcomes = []
+        for owner, (sequence, holding, row) in step.rows.items():
+            if sequence.holding is holding:
+                outcome = self._apply_row(sequence, row, by_owner.get(owner))
+                if outcome is not None:
+                    outcomes.append(outcome)
+            self.pool.unpin(holding, STEP_PIN)
+        return outcomes
+
+    def _apply_row(self, sequence: Sequence, row: BatchRow, result: RowResult | None) -> Outcome | None:
+        index = len(sequence.output)
+        error = ""
+        if result is None:
+            error = "the workers returned no result for this row"
+        elif result.error:
+            error = result.error
+        elif row.samples and not result.token_ids:
+            error = "the workers sampled no token"
+        if error or result is None:
+            self._leave(sequence)
+            return Outcome(sequence=sequence, first_index=index, error=error, row=result)
+        if index == 0:
+            sequence.prompt_logprobs += result.prompt_logprobs
+        if not row.samples:
+            sequence.computed += len(row.token_ids)
+            return None
+        kept = accept(
+            sequence.sampling, index, sequence.final_tokens - len(sequence.prompt), result.token_ids, result.logprobs
+        )
+        self._count(sequence, row, result)
+        sequence.output += kept.token_ids
+        sequence.computed = sequence.total - 1
+        sequence.is_decoding = True
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if index == 0 else ()
+        if kept.reason is not None or sequence.prefill_only:
+            self._leave(sequence)
+        return Outcome(
+            sequence=sequence,
+            first_index=index,
+            token_ids=kept.token_ids,
+            logprobs=kept.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            reason=kept.reason,
+            stop_token_id=kept.stop_token_id,
+            row=result,
+        )
+
+    def _count(self, sequence: Sequence, row: BatchRow, result: RowResult) -> None:
+        if row.is_prefill:
+            return
+        sequence.decode_steps += 1
+        sequence.drafted += result.drafted
+        sequence.accepted += result.accepted
+        positions = sequence.accepted_by_position
+        positions += [0] * (result.accepted - len(positions))
+        for position in range(result.accepted):
+            positions[position] += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Out of the core. Memory of a prefill-only sequence stays: it is what the hand-off moves."""
+        self._running.remove(sequence)
+        self.close(sequence)
+        if not sequence.prefill_only:
+            self.release(sequence)
+
+
+def _queue_key(sequence: Sequence) -> tuple[bool, bool, int]:
+    return (sequence.priority == "offline", not sequence.preempted_count, sequence.order)
+
+
+def _age_key(sequence: Sequence) -> tuple[bool, int]:
+    return (sequence.priority == "offline", sequence.order)
+
+
+def _is_preemptible(sequence: Sequence) -> bool:
+    return not sequence.prefill_only and sequence.holding is not None
+
+
+class _Planner:
+    """One step being planned: rows so far and what is left of the budgets."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._pool = batcher.pool
+        self._limits = batcher.limits
+        self._tokens_left = batcher.limits.max_tokens_per_batch
+        self.rows: list[tuple[Sequence, BatchRow]] = []
+        self.opened: list[SequenceStart] = []
+        self.started: list[Sequence] = []
+        if self._plan_class("online"):
+            self._plan_class("offline")
+
+    def _plan_class(self, priority: str) -> bool:
+        """Rows for one class; whether each of its sequences got what it can use."""
+        batcher = self._batcher
+        satisfied = True
+        members = [sequence for sequence in batcher.running if sequence.priority == priority]
+        for sequence in members:
+            if sequence.is_decoding and sequence.holding is not None:
+                satisfied &= self._add_decode(sequence)
+        for sequence in members:
+            if not sequence.is_decoding and sequence.holding is not None:
+                satisfied &= self._add_prefill(sequence)
+        for sequence in [waiting for waiting in batcher.waiting if waiting.priority == priority]:
+            if not self._take_on(sequence):
+                return False
+        return satisfied
+
+    def _has_row_left(self) -> bool:
+        return len(self.rows) < self._limits.max_seqs_per_batch and self._tokens_left > 0
+
+    def _add_decode(self, sequence: Sequence) -> bool:
+        if not self._has_row_left():
+            return False
+        drafts = min(self._limits.speculative_tokens, sequence.final_tokens - sequence.total - 1, self._tokens_left - 1)
+        drafts = self._make_room(sequence, max(0, drafts))
+        if drafts < 0 or sequence.holding is None:
+            return False
+        self._open(sequence)
+        start = sequence.total - 1
+        self._add(
+            sequence,
+            BatchRow(
+                request_id=sequence.request_id,
+                epoch=sequence.epoch,
+                token_ids=sequence.tokens(start, 1),
+                start=start,
+                block_ids=tuple(sequence.holding.blocks),
+                samples=True,
+                speculative_tokens=drafts,
+            ),
+            1 + drafts,
+        )
+        return True
+
+    def _make_room(self, sequence: Sequence, drafts: int) -> int:
+        """Drafts that ``sequence`` has blocks for after growing its table; -1 when it was preempted itself."""
+        holding = sequence.holding
+        assert holding is not None
+        pool = self._pool
+        needed = pool.blocks_for(sequence.total + drafts)
+        if pool.grow(holding, needed):
+            return drafts
+        pool.grow(holding, len(holding.blocks) + min(pool.blocks.free_count, needed - len(holding.blocks)))
+        covered = len(holding.blocks) * pool.block_size
+        while covered < sequence.total:
+            victim = self._youngest(sequence)
+            self._batcher._preempt(victim)
+            if victim is sequence:
+                return -1
+            if pool.grow(holding, pool.blocks_for(sequence.total)):
+                covered = len(holding.blocks) * pool.block_size
+        return min(drafts, covered - sequence.total)
+
+    def _youngest(self, sequence: Sequence) -> Sequence:
+        """Whom ``sequence`` preempts: nobody older than itself in its class, and nobody who has a row already."""
+        has_row = {id(other) for other, _ in self.rows}
+        for other in reversed(self._batcher.running):
+            if other is sequence or (_is_preemptible(other) and id(other) not in has_row):
+                return other
+        return sequence
+
+    def _add_prefill(self, sequence: Sequence) -> bool:
+        if not self._has_row_left():
+            return False
+        remaining = sequence.total - sequence.computed
+        chunk = self._limits.max_tokens_per_chunk
+        count = min(remaining, chunk, self._tokens_left) if chunk else remaining
+        if count > self._tokens_left:
+            return False
+        assert sequence.holding is not None
+        if sequence.computed == 0:
+            self.started.append(sequence)
+        self._open(sequence)
+        push_chunk = -1
+        if sequence.push:
+            push_chunk = sequence.chunk_count
+            sequence.chunk_count += 1
+        self._add(
+            sequence,
+            BatchRow(
+                request_id=sequence.request_id,
+                epoch=sequence.epoch,
+                token_ids=sequence.tokens(sequence.computed, count),
+                start=sequence.computed,
+                block_ids=tuple(sequence.holding.blocks),
+                samples=count == remaining,
+                is_prefill=True,
+                push_chunk=push_chunk,
+            ),
+            count,
+        )
+        return True
+
+    def _take_on(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its memory and a first chunk; False when it must go on waiting."""
+        batcher = self._batcher
+        if not self._has_row_left():
+            return False
+        lookahead = min(sequence.total + 1 + self._limits.speculative_tokens, sequence.final_tokens)
+        needed = self._pool.blocks_for(lookahead)
+        if not self._limits.max_tokens_per_chunk and sequence.total > self._tokens_left:
+            return False
+        reserve = self._pool.blocks.count // 100 if self.rows else 0  # so that what runs is not preempted at once
+        if not self._pool.fits(needed + reserve) and not (
+            sequence.priority == "online" and batcher.preempt_offline(needed + reserve)
+        ):
+            return False
+        sequence.holding = self._pool.hold(sequence.owner, needed)
+        if sequence.holding is None:
+            return False
+        batcher.waiting.remove(sequence)
+        batcher.resume(sequence)
+        return self._add_prefill(sequence)
+
+    def _open(self, sequence: Sequence) -> None:
+        if not sequence.is_open:
+            sequence.is_open = True
+            self.opened.append(sequence.start_message())
+
+    def _add(self, sequence: Sequence, row: BatchRow, token_count: int) -> None:
+        self._tokens_left -= token_count
+        self.rows.append((sequence, row))

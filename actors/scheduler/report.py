@@ -1,0 +1,98 @@
+"""What a scheduler tells about a request: tokens and ends to the gateway, the ``[PD-PERF]`` line to people."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from actors.scheduler.batching import Outcome
+from actors.scheduler.outbox import Outbox
+from actors.scheduler.sequence import Sequence
+from messages.requests import Failed, Finished, Generation, PhaseTimes
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+def ms_between(start_ns: int, end_ns: int) -> float:
+    """Milliseconds from ``start_ns`` to ``end_ns``; 0 when the first never happened."""
+    return (end_ns - start_ns) / 1e6 if start_ns else 0.0
+
+
+def stream_tokens(out: Outbox, reply_to: str, epoch: int, outcome: Outcome) -> None:
+    """The tokens of one step, under the epoch of the attempt that makes them."""
+    if outcome.token_ids:
+        out.send(
+            reply_to,
+            Generation(
+                request_id=outcome.sequence.request_id,
+                epoch=epoch,
+                first_index=outcome.first_index,
+                token_ids=outcome.token_ids,
+                logprobs=outcome.logprobs,
+                prompt_logprobs=outcome.prompt_logprobs,
+            ),
+        )
+
+
+def fail_request(
+    out: Outbox, reply_to: str, request_id: str, epoch: int, code: int, reason: str, *, retryable: bool = False
+) -> None:
+    """A clear error to the gateway and a line for people."""
+    out.send(
+        reply_to,
+        Failed(request_id=request_id, epoch=epoch, code=code, message=reason, retryable=retryable),
+    )
+    out.note("warning", "request failed", request_id=request_id, epoch=epoch, code=code, reason=reason)
+
+
+def finish_request(
+    out: Outbox,
+    reply_to: str,
+    epoch: int,
+    sequence: Sequence,
+    reason: FinishReason,
+    times: PhaseTimes,
+    *,
+    stop_token_id: int = -1,
+    prefill_instance: str = "",
+    decode_instance: str = "",
+) -> None:
+    """The end to the gateway, and where the time went to people."""
+    usage = sequence.usage()
+    out.send(
+        reply_to,
+        Finished(
+            request_id=sequence.request_id,
+            epoch=epoch,
+            reason=reason,
+            usage=usage,
+            stop_token_id=stop_token_id,
+            prefill_instance=prefill_instance,
+            decode_instance=decode_instance,
+            times=times,
+        ),
+    )
+    tokens = max(1, usage.completion_tokens - 1)
+    out.note(
+        "info",
+        "[PD-PERF]",
+        request_id=sequence.request_id,
+        reason=reason,
+        route=f"{prefill_instance}→{decode_instance}" if decode_instance != prefill_instance else prefill_instance,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_ms=round(times.queue_ms, 2),
+        allocation_ms=round(times.allocation_ms, 2),
+        prefill_ms=round(times.prefill_ms, 2),
+        push_ms=round(times.push_ms, 2),
+        pull_ms=round(times.pull_ms, 2),
+        merge_ms=round(times.merge_ms, 2),
+        sync_ms=round(times.sync_ms, 2),
+        restore_ms=round(times.restore_ms, 2),
+        handoff_ms=round(times.handoff_ms, 2),
+        decode_ms=round(times.decode_ms, 2),
+        tpot_ms=round(times.decode_ms / tokens, 2),
+        bytes_moved=times.bytes_moved,
+        drafted=usage.drafted_tokens,
+        accepted=usage.accepted_tokens,
+        preempted=sequence.preempted_count,
+    )
