@@ -7,6 +7,7 @@ chance comes from one seeded generator. Times are nanoseconds of virtual time.
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -48,7 +49,7 @@ class Links:
         self._random = random
         self._last_due: dict[tuple[str, str], int] = {}
         self._blocked: dict[tuple[str, str], bool] = {}
-        self._held: dict[tuple[str, str], list[bytes]] = {}
+        self._held: dict[tuple[str, str], list[Any]] = {}
         self.dropped_count = 0
         self.duplicated_count = 0
         self.change(settings)
@@ -60,12 +61,12 @@ class Links:
         self._span_ns = settings.latency_us[1] * 1e3 - self._low_ns
         self._faulty = bool(settings.drop or settings.duplicate or settings.reorder or settings.delay)
 
-    def due(self, now_ns: int, source: str, target: str, frame: bytes) -> tuple[int, ...]:
-        """When ``frame`` arrives: once as a rule, not at all when it is lost or held, twice when it is duplicated."""
+    def due(self, now_ns: int, source: str, target: str, parcel: Any) -> tuple[int, ...]:
+        """When ``parcel`` arrives: once as a rule, not at all when it is lost or held, twice when it is duplicated."""
         link = (source, target)
         if self._blocked and link in self._blocked:
             if self._blocked[link]:
-                self._held.setdefault(link, []).append(frame)
+                self._held.setdefault(link, []).append(parcel)
             else:
                 self.dropped_count += 1
             return ()
@@ -95,8 +96,8 @@ class Links:
         """Cut the link from ``source`` to ``target``; ``hold`` keeps what is sent until it heals, else it is lost."""
         self._blocked[(source, target)] = hold
 
-    def unblock(self, source: str, target: str) -> list[bytes]:
-        """Mend one link; returns the frames that were held back, in order."""
+    def unblock(self, source: str, target: str) -> list[Any]:
+        """Mend one link; returns the parcels that were held back, in order."""
         self._blocked.pop((source, target), None)
         return self._held.pop((source, target), [])
 

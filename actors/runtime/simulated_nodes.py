@@ -42,9 +42,11 @@ class SimulatedNode:
         "config",
         "context",
         "count",
+        "dead",
         "id_prefix",
         "incarnation",
         "name",
+        "newest",
         "record_fault",
         "recorder",
         "sent_to",
@@ -64,6 +66,8 @@ class SimulatedNode:
         self.backlog: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self.actors: dict[str, SimulatedActor] = {}
         self.sent_to: dict[str, dict[str, None]] = {}
+        self.newest: dict[str, int] = {}  # peer node → newest incarnation that spoke to this life
+        self.dead: dict[str, int] = {}  # instance → newest incarnation that this life knows to be dead
         self.recorder = recorder
         self.record_fault: FaultRecorder | None = getattr(recorder, "fault", None)
         self.context: SimulatedContext | None = None

@@ -9,8 +9,9 @@ whose simulated version asks ``SimulatedContext.call_later`` for the time that t
 * A message between nodes is encoded at once, travels by ``Links`` and is decoded where it arrives. One inside a node
   only waits in its receiver's mailbox. Mailboxes are first in, first out.
 * ``crash`` ends a life: its timers, jobs and mailboxes vanish, what it had sent may still arrive. ``start_node`` under
-  a larger incarnation begins the next; from the first envelope of that one on, its peers drop envelopes of older ones,
-  as the real post office does. Actors that had sent to a dead node get ``PeerLost`` after ``detect_ms``.
+  a larger incarnation begins the next. As in the real post office, envelopes of an older life are dropped once a newer
+  one has spoken, or ``InstanceLost`` or a ``ClusterView`` said that it is over; what was sent to a life dies with it
+  (its senders get ``PeerLost`` after ``detect_ms``), what is sent while there is none waits for the next one.
 * After every step (one handled message) ``on_step`` is called: the place where invariants are checked.
 
 Nothing here sleeps, reads a clock or depends on the order of a set.
@@ -30,11 +31,14 @@ from actors.runtime.machine import Effect, Fail, Job, Machine, Note, Run, Send, 
 from actors.runtime.simulated_links import Links, LinkSettings
 from actors.runtime.simulated_nodes import SimulatedActor, SimulatedContext, SimulatedNode, call_function
 from messages.base import Message
+from messages.cluster import ClusterView, InstanceLost
 from messages.codec import MalformedFrame, decode, encode
 from messages.envelope import MESSAGE_TYPES, Envelope
-from messages.lifecycle import PeerLost
+from messages.lifecycle import PeerLost, StatusReport, StatusRequest
 
 START_NS: Final = 1_000_000_000
+CONNECT_NS: Final = 15_000_000_000
+"""How long what is sent to a node without a life waits for one (the links' handshake timeout)."""
 _NAMES_REQUEST: Final = {kind: "request_id" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
 _NAMES_EPOCH: Final = {kind: "epoch" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
 
@@ -74,7 +78,6 @@ class Simulation:
         self.on_fail = on_fail
         self.on_crash: Callable[[SimulatedNode], None] | None = None
         self.nodes: dict[str, SimulatedNode] = {}
-        self.incarnations: dict[str, dict[str, int]] = {}  # receiving node → sending node → newest incarnation seen
         self.step_count = 0
         self.frame_count = 0
         self.stale_count = 0
@@ -84,6 +87,7 @@ class Simulation:
         self._heap: list[tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]] = []
         self._sequence = 0
         self._listeners: dict[str, Listener] = {}
+        self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
         self._targets: dict[str, tuple[str, str]] = {}
 
     # -- building and running ---------------------------------------------------------------------------------
@@ -102,6 +106,9 @@ class Simulation:
                 node.actors[spec.name] = SimulatedActor(node, spec)
         for actor in node.actors.values():
             self._carry_out(actor, actor.machine.start(self.now_ns), "")
+        for source, frame in self._waiting.pop(config.node, ()):
+            if source.alive:
+                self._dispatch(source, config.node, frame)
         return node
 
     def add_machine(
@@ -185,9 +192,8 @@ class Simulation:
         detect_ns = int(self.links.settings.detect_ms * 1e6)
         for peer in self.nodes.values():
             if peer.alive and name in peer.sent_to:
-                senders = peer.sent_to.pop(name)
                 self.links.forget(peer.name, name)
-                self.push(self.now_ns + detect_ns, peer, self._peer_lost, peer, (name, tuple(senders)))
+                self.push(self.now_ns + detect_ns, peer, self._peer_lost, peer, (name, f"link to {name} broke"))
         if self.on_crash is not None:
             self.on_crash(node)
 
@@ -216,8 +222,8 @@ class Simulation:
     def heal(self) -> None:
         """Mend every link, stop random faults, let every stalled or slow node run freely."""
         for source, target in self.links.blocked():
-            for frame in self.links.unblock(source, target):
-                self._dispatch(source, target, frame)
+            for sender, frame in self.links.unblock(source, target):
+                self._dispatch(sender, target, frame)
         old = self.links.settings
         self.links.change(LinkSettings(latency_us=old.latency_us, local_us=old.local_us, detect_ms=old.detect_ms))
         for node in self.nodes.values():
@@ -269,6 +275,9 @@ class Simulation:
         self._transmit(late[0], to, late[1], late[2])
 
     def _transmit(self, node: SimulatedNode, to: str, envelope: Envelope, corrupt: bool) -> None:
+        message = envelope.message
+        if type(message) is InstanceLost or type(message) is ClusterView:
+            self._read_news(node, message)
         target = self._targets.get(to)
         if target is None:
             name, _, actor_name = to.partition("/")
@@ -295,47 +304,94 @@ class Simulation:
         if senders is None:
             senders = node.sent_to[name] = {}
         senders[envelope.sender] = None
-        count = self._dispatch(node.name, name, b"\xc1" + frame if corrupt else frame)
+        count = self._dispatch(node, name, b"\xc1" + frame if corrupt else frame)
         if count != 1 and node.record_fault is not None:
             node.record_fault(self.now_ns, envelope, "link: lost or held" if count == 0 else "link: duplicated")
 
-    def _dispatch(self, source: str, target: str, frame: bytes) -> int:
-        dues = self.links.due(self.now_ns, source, target, frame)
+    def _dispatch(self, source: SimulatedNode, name: str, frame: bytes) -> int:
+        """Put a frame on the link to the life of ``name`` that is up; returns how often it will arrive."""
+        target = self.nodes.get(name)
+        if target is None or not target.alive:
+            if any(address.partition("/")[0] == name for address in self._listeners):
+                target = None
+            else:
+                waiting = self._waiting.setdefault(name, [])
+                if not any(sender is source for sender, _ in waiting):
+                    self.push(self.now_ns + CONNECT_NS, source, self._give_up, source, name)
+                waiting.append((source, frame))
+                return 1
+        dues = self.links.due(self.now_ns, source.name, name, (source, frame))
         for due in dues:
             self._sequence += 1
             heappush(self._heap, (due, self._sequence, None, self._arrive, target, frame))
         return len(dues)
 
-    def _arrive(self, name: str, frame: bytes) -> None:
-        """A frame reaches node ``name``: whichever life is up takes it; a dead node loses it."""
+    def _give_up(self, source: SimulatedNode, name: str) -> None:
+        """Nobody greeted us in time: what waits for ``name`` is lost, and its senders are told."""
+        waiting = self._waiting.get(name, [])
+        kept = [entry for entry in waiting if entry[0] is not source]
+        if len(kept) < len(waiting):
+            self._waiting[name] = kept
+            self._peer_lost(source, (name, f"{name} did not answer within {CONNECT_NS // 1_000_000} ms"))
+
+    def _arrive(self, node: SimulatedNode | None, frame: bytes) -> None:
+        """A frame reaches the life that it was sent to, or a listener."""
+        if node is not None and not node.alive:
+            self.links.dropped_count += 1
+            return
         try:
             envelope = decode(frame)
         except MalformedFrame:
             self.links.dropped_count += 1
             return
-        node = self.nodes.get(name)
-        if envelope.to in self._listeners and (node is None or envelope.to.partition("/")[2] not in node.actors):
-            self._listeners[envelope.to](self.now_ns, envelope)
+        if node is None:
+            listener = self._listeners.get(envelope.to)
+            if listener is not None:
+                listener(self.now_ns, envelope)
             return
-        if node is None or not node.alive:
-            self.links.dropped_count += 1
-            return
-        source = envelope.sender.partition("/")[0]
-        seen = self.incarnations.setdefault(name, {})
-        newest = seen.get(source, 0)
-        if envelope.incarnation < newest:
+        message = envelope.message
+        if type(message) is InstanceLost or type(message) is ClusterView:
+            self._read_news(node, message)
+        if self._is_stale(node, envelope):
             self.stale_count += 1
             return
-        if envelope.incarnation > newest:
-            seen[source] = envelope.incarnation
         actor = node.actors.get(envelope.to.partition("/")[2])
         if actor is None:
-            self.links.dropped_count += 1
+            if envelope.to in self._listeners:
+                self._listeners[envelope.to](self.now_ns, envelope)
+            else:
+                self.links.dropped_count += 1
         elif actor.free_ns > self.now_ns or node.slow_ns or node.stalled:
             actor.free_ns = max(actor.free_ns, self.now_ns + node.slow_ns)
             self.push(actor.free_ns, node, self._handle, actor, envelope)
         else:
             self._handle(actor, envelope)
+
+    def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
+        source = envelope.sender.partition("/")[0]
+        incarnation = envelope.incarnation
+        newest = node.newest.get(source, 0)
+        if incarnation < newest:
+            return True
+        if incarnation > newest:
+            node.newest[source] = incarnation
+        return bool(node.dead) and incarnation <= node.dead.get(source.partition(".")[0], -1)
+
+    def _read_news(self, node: SimulatedNode, message: Message) -> None:
+        if isinstance(message, InstanceLost):
+            self._bury(node, message.instance, message.incarnation)
+        elif isinstance(message, ClusterView):
+            for info in message.instances:
+                self._bury(node, info.instance, info.incarnation - 1)
+
+    def _bury(self, node: SimulatedNode, instance: str, incarnation: int) -> None:
+        """As the post office does: lives of ``instance`` up to ``incarnation`` are over for ``node``."""
+        if instance == node.name.partition(".")[0] or incarnation <= node.dead.get(instance, 0):
+            return
+        node.dead[instance] = incarnation
+        for name, waiting in self._waiting.items():
+            if name.partition(".")[0] == instance:
+                waiting[:] = [entry for entry in waiting if entry[0] is not node]
 
     # -- handling -------------------------------------------------------------------------------------------------
 
@@ -354,8 +410,12 @@ class Simulation:
         """One step of one machine."""
         if actor.node.recorder is not None:
             actor.node.recorder.handled(self.now_ns, envelope)
+        message = envelope.message
+        if type(message) is StatusRequest:
+            self._report_status(actor, message, envelope.message_id)
+            return
         try:
-            effects = actor.handle(self.now_ns, envelope.sender, envelope.message)
+            effects = actor.handle(self.now_ns, envelope.sender, message)
         except Exception as error:
             raise SimulationError(
                 f"seed {self.seed}, step {self.step_count}, {self.now_ns} ns: {actor.address} raised"
@@ -377,7 +437,8 @@ class Simulation:
                 self._sequence += 1
                 actor.timers[effect.key] = self._sequence
                 due = self.now_ns + int(effect.delay_ms * 1e6)
-                heappush(self._heap, (due, self._sequence, node, self._timer_due, actor, (effect, self._sequence)))
+                timer = (effect, self._sequence, parent_id)
+                heappush(self._heap, (due, self._sequence, node, self._timer_due, actor, timer))
             elif isinstance(effect, StopTimer):
                 actor.timers.pop(effect.key, None)
             elif isinstance(effect, Run):
@@ -388,11 +449,22 @@ class Simulation:
                 self._fail(actor, effect)
                 return
 
-    def _timer_due(self, actor: SimulatedActor, timer: tuple[StartTimer, int]) -> None:
-        effect, token = timer
+    def _timer_due(self, actor: SimulatedActor, timer: tuple[StartTimer, int, str]) -> None:
+        effect, token, parent_id = timer
         if actor.timers.get(effect.key) == token:
             del actor.timers[effect.key]
-            self._tell_self(actor, effect.message, "")
+            self._tell_self(actor, effect.message, parent_id)
+
+    def _report_status(self, actor: SimulatedActor, request: StatusRequest, parent_id: str) -> None:
+        values, requests = actor.machine.status(self.now_ns)
+        report = StatusReport(
+            address=actor.address,
+            incarnation=actor.node.incarnation,
+            tag=request.tag,
+            values=values,
+            requests=requests,
+        )
+        self.send_from(actor.node, actor.address, request.reply_to, report, parent_id)
 
     def _tell_self(self, actor: SimulatedActor, message: Message, parent_id: str) -> None:
         if actor.node.alive:
@@ -420,11 +492,12 @@ class Simulation:
         else:
             self.crash(actor.node.name)
 
-    def _peer_lost(self, peer: SimulatedNode, lost: tuple[str, tuple[str, ...]]) -> None:
-        name, senders = lost
-        message = PeerLost(node=name, reason=f"link to {name} broke")
-        for sender in senders:
-            self.send_from(peer, f"{peer.name}/runtime", sender, message, "")
+    def _peer_lost(self, peer: SimulatedNode, lost: tuple[str, str]) -> None:
+        """Tell every actor of ``peer`` that ever sent there."""
+        name, reason = lost
+        message = PeerLost(node=name, reason=reason)
+        for sender in sorted(peer.sent_to.pop(name, ())):
+            self.send_from(peer, f"{peer.name}/post", sender, message, "")
 
     def note(self, address: str, note: Note) -> None:
         """Keep a machine's line for people (the newest ``notes_max``)."""
