@@ -67,16 +67,17 @@ class Corpus:
 
 def read_corpus(seed: int = 0) -> Corpus:
     """Read the standard library's sources and make the chat part from them."""
-    train: list[str] = []
-    held_out: list[str] = []
-    for name, text in _source_files(Path(sysconfig.get_paths()["stdlib"])):
-        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-        (held_out if digest % HELD_OUT_OF == 0 else train).append(text)
+    train = [text for name, text in _source_files() if not _is_held_out(name)]
     questions = [pair for text in train for pair in _function_questions(text)]
     random.Random(seed).shuffle(questions)
     talk = [pair for pair in SMALL_TALK for _ in range(max(1, len(questions) // (20 * len(SMALL_TALK))))]
     chat = tuple(conversation(question, answer) for question, answer in (*questions, *talk))
-    return Corpus(train=tuple(train), held_out=tuple(held_out), chat=chat)
+    return Corpus(train=tuple(train), held_out=held_out_texts(), chat=chat)
+
+
+def held_out_texts() -> tuple[str, ...]:
+    """The source files that the demo model has not seen. Which they are depends on this Python's version."""
+    return tuple(text for name, text in _source_files() if _is_held_out(name))
 
 
 def conversation(question: str, answer: str) -> str:
@@ -84,7 +85,13 @@ def conversation(question: str, answer: str) -> str:
     return f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n{answer}{TURN_END}\n"
 
 
-def _source_files(root: Path) -> Iterator[tuple[str, str]]:
+def _is_held_out(name: str) -> bool:
+    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return digest % HELD_OUT_OF == 0
+
+
+def _source_files() -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(name.parts) or name.name in SKIPPED_FILES:

@@ -1,6 +1,9 @@
-"""Beginnings of Python text for demos and tests: sixty prompts, from one word to a page."""
+"""Beginnings of Python text for demos and tests: sixty prompts, from one word to a page; and as many more as asked for,
+cut from sources that the demo model has not seen."""
 
 from __future__ import annotations
+
+import random
 
 _SHORT = (
     "import os",
@@ -113,10 +116,30 @@ _ENDINGS = (
     "    def write(self, fileobj):\n        for name, value in self._options.items():\n            ",
 )
 
-LONG_PROMPTS = tuple(
-    _PREAMBLE * repeat + ending for repeat, ending in zip((1, 1, 1, 1, 2, 2, 3, 4), _ENDINGS, strict=True)
-)
-CUT_PROMPTS = tuple(_PREAMBLE[:length] for length in (33, 64, 127, 256, 400, 511, 640, 900))
+_LONG = tuple(_PREAMBLE * repeat + ending for repeat, ending in zip((1, 1, 1, 1, 2, 2, 3, 4), _ENDINGS, strict=True))
+_CUT = tuple(_PREAMBLE[:length] for length in (33, 64, 127, 256, 400, 511, 640, 900))
+_SHOWN = (_MEDIUM[0], _LONG[0], _CHAT_LIKE[1], _MEDIUM[15])
 
-PROMPTS: tuple[str, ...] = (*_SHORT, *_MEDIUM, *_CHAT_LIKE, *CUT_PROMPTS, *LONG_PROMPTS)
-"""Sixty prompts, shortest kinds first. At the demo model's tokenizer: 1 to about 1,400 tokens."""
+DEMO_PROMPTS: tuple[str, ...] = tuple(dict.fromkeys((*_SHOWN, *_SHORT, *_MEDIUM, *_CHAT_LIKE, *_CUT, *_LONG)))
+"""Sixty different prompts of 1 to about 1,700 tokens; the first four are what ``kvferry demo`` shows."""
+
+
+def accuracy_prompts(count: int, seed: int = 0) -> list[str]:
+    """``count`` prompts of 10 to 1,500 characters, cut from unseen sources at line starts: the same for one Python."""
+    from scripts.demo_corpus import held_out_texts
+
+    chooser = random.Random(seed)
+    texts = [text for text in held_out_texts() if len(text) > 2_000]
+    prompts = []
+    for _ in range(count):
+        text = chooser.choice(texts)
+        start = text.rfind("\n", 0, chooser.randrange(len(text) - 1_600)) + 1
+        prompts.append(text[start : start + int(10 * 150 ** chooser.random())])
+    return prompts
+
+
+def perplexity_text(length: int = 6_000) -> str:
+    """The beginning of an unseen source file, for comparing perplexities."""
+    from scripts.demo_corpus import held_out_texts
+
+    return max(held_out_texts(), key=len)[:length]
