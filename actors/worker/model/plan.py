@@ -86,7 +86,7 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """``positions`` [N]; ``kv_write`` [M] token rows of the KV caches; ``kv_tokens`` [M] whose they are (None: all N)."""
+    """``positions`` [N]; ``kv_write`` [M] token rows of the KV caches; ``kv_tokens`` [M]: whose (None: all N)."""
 
     token_count: int
     positions: torch.Tensor
@@ -107,6 +107,7 @@ class PlanGeometry:
     group: int
     device: torch.device
     dtype: torch.dtype
+    recurrent: bool = True  # False for the draft, which has attention only: no CONV and SSM indices
 
 
 def plan_step(
@@ -174,6 +175,10 @@ def _prefill_part(geometry: PlanGeometry, spec: RowSpec, begin: int) -> PrefillP
 
 def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> DecodePart:
     device = geometry.device
+    groups = _attention_groups(geometry, specs, width)
+    if not geometry.recurrent:
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return DecodePart(len(specs), width, groups, none, none, none, (), None)
     slots = torch.tensor([spec.slot for spec in specs], dtype=torch.int64, device=device)
     live = torch.tensor([spec.live for spec in specs], dtype=torch.int64, device=device)
     window = geometry.conv_kernel - 1
@@ -184,7 +189,7 @@ def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -
     return DecodePart(
         rows=len(specs),
         width=width,
-        groups=_attention_groups(geometry, specs, width),
+        groups=groups,
         conv_read=conv_read.flatten(),
         conv_write=conv_write.flatten(),
         ssm_read=ssm_base + live,

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """``projection`` [(2·Hq + 2·Hkv)·hd, hidden], ``output`` [hidden, Hq·hd], ``head_norm`` [Hq+Hkv, hd] (1 + weight)."""
+    """``projection`` [(2·Hq + 2·Hkv)·hd, hidden], ``output`` [hidden, Hq·hd], ``head_norm`` [Hq+Hkv, hd]: 1 + w."""
 
     projection: torch.Tensor
     head_norm: torch.Tensor
@@ -63,7 +63,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DraftWeights:
-    """The MTP body. ``fusion`` [hidden, columns]: this rank's input columns of ``mtp.fc``; all of them if replicated."""
+    """The MTP body. ``fusion`` [hidden, columns]: this rank's columns of ``mtp.fc``; all of them if replicated."""
 
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
