@@ -72,7 +72,7 @@ class Harness:
         self.handle(GATEWAY, Delivered(ticket=job.ticket, sample=job.sample, ended=True))
 
     def advance(self, ms: float) -> None:
-        """Let time pass; timers that fall due are delivered in order. A new timer counts from the one that led to it."""
+        """Let time pass; timers that fall due are delivered in order, new ones count from the one that led to them."""
         end_ns = self.now_ns + int(ms * MS)
         while True:
             due = [(timer.delay_ms, key) for key, timer in self.timers.items() if timer.delay_ms <= end_ns]
