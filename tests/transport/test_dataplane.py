@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ import pytest
 from messages.layout import RegionDescriptor
 from transport.dataplane import DataPlane, DataPlaneError, Strided
 from transport.shm_dataplane import SHM_FOLDER, ShmDataPlane, run_segments, unlink_run_segments
+from transport.tcp_dataplane import CONNECTIONS_PER_PEER, TcpDataPlane
 
-BACKENDS = ["shm"]
+BACKENDS = ["shm", "tcp"]
+
+
+SECRET = b"s" * 32
 
 
 class Planes:
@@ -28,7 +34,8 @@ class Planes:
         self.made: list[DataPlane] = []
 
     def make(self) -> DataPlane:
-        plane: DataPlane = ShmDataPlane(self.run_id)
+        plane: DataPlane
+        plane = ShmDataPlane(self.run_id) if self.backend == "shm" else TcpDataPlane("127.0.0.1", SECRET)
         self.made.append(plane)
         return plane
 
@@ -149,7 +156,7 @@ def test_unknown_regions_are_refused_by_name(planes: Planes) -> None:
 def test_a_region_id_is_used_once(planes: Planes) -> None:
     plane = planes.make()
     plane.create_region("a", 64)
-    with pytest.raises(DataPlaneError, match="exists"):
+    with pytest.raises(DataPlaneError, match="exists already"):
         plane.create_region("a", 64)
 
 
@@ -283,3 +290,68 @@ def test_a_segment_of_another_run_or_outside_the_folder_is_not_mapped() -> None:
         with pytest.raises(DataPlaneError, match="not a segment of this run"):
             plane.attach(RegionDescriptor(region_id="a", size_bytes=64, backend="shm", location=location))
     plane.close()
+
+
+# -- tcp only --------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_without_the_runs_secret_is_refused() -> None:
+    with closing(TcpDataPlane("127.0.0.1", SECRET)) as one, closing(TcpDataPlane("127.0.0.1", b"x" * 32)) as other:
+        descriptor = one.create_region("a", 64)
+        with pytest.raises(DataPlaneError, match="same key file"):
+            other.attach(descriptor)
+        array(one, "a")[:] = 3
+        assert bytes(one.view("a")) == b"\x03" * 64
+
+
+def test_the_server_checks_ranges_itself_and_the_connection_lives_on() -> None:
+    """A peer whose descriptor is wrong about the size gets no byte in."""
+    with closing(TcpDataPlane("127.0.0.1", SECRET)) as one, closing(TcpDataPlane("127.0.0.1", SECRET)) as other:
+        true = one.create_region("a", 4096)
+        other.attach(true)
+        other.create_region("b", 1 << 22)
+        other._remote["a"] = RegionDescriptor(region_id="a", size_bytes=1 << 40, backend="tcp", location=true.location)
+        array(other, "b")[:] = 1
+        for size in (4097, 1 << 21):
+            with pytest.raises(DataPlaneError, match="outside region a"):
+                other.write("b", [Strided(0, 4), Strided(0, size)], "a", [Strided(0, 4), Strided(0, size)])
+        assert not array(one, "a").any()
+        assert other.write("b", [Strided(0, 4096)], "a", [Strided(0, 4096)]) == 4096
+        assert array(one, "a").all()
+        assert len(one._server._connections) == 1
+
+
+def test_garbage_on_the_port_does_no_harm() -> None:
+    with closing(TcpDataPlane("127.0.0.1", SECRET)) as one, closing(TcpDataPlane("127.0.0.1", SECRET)) as other:
+        descriptor = one.create_region("a", 64)
+        host, _, port = descriptor.location.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(64))
+            while stranger.recv(1024):  # the nonce, then the end
+                pass
+        other.attach(descriptor)
+        assert one._server.refused == 1
+
+
+def test_a_write_to_a_node_that_is_gone_is_an_error() -> None:
+    with closing(TcpDataPlane("127.0.0.1", SECRET)) as other:
+        one = TcpDataPlane("127.0.0.1", SECRET)
+        other.attach(one.create_region("a", 64))
+        other.create_region("b", 64)
+        one.close()
+        with pytest.raises(DataPlaneError, match="broke"):
+            other.write("b", [Strided(0, 4)], "a", [Strided(0, 4)])
+        with pytest.raises(DataPlaneError, match="broke"):  # also on a connection that is new
+            other.write("b", [Strided(0, 4)], "a", [Strided(0, 4)])
+
+
+def test_more_threads_than_connections_take_turns() -> None:
+    with closing(TcpDataPlane("127.0.0.1", SECRET)) as one, closing(TcpDataPlane("127.0.0.1", SECRET)) as other:
+        other.attach(one.create_region("a", 1 << 16))
+        other.create_region("b", 1 << 16)
+        array(other, "b")[:] = 9
+        with ThreadPoolExecutor(24) as pool:
+            pieces = [[Strided(64 * index, 64)] for index in range(1024)]
+            assert sum(pool.map(lambda piece: other.write("b", piece, "a", piece), pieces)) == 1 << 16
+        assert (array(one, "a") == 9).all()
+        assert len(one._server._connections) <= CONNECTIONS_PER_PEER
