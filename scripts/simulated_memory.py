@@ -1,0 +1,121 @@
+"""Memory of a simulated cluster: registered regions, and copies between them, piece by piece in virtual time.
+
+A region is plain bytes under its id. One-sided access is what makes the data plane dangerous: a region can be written
+by a peer at any time, and a dead process's memory can still be written by those who mapped it. So regions outlive their
+processes here until the supervisor has cleaned up after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from messages.layout import RegionDescriptor
+from transport.dataplane import DataPlaneError, Strided
+
+
+class Violation(AssertionError):
+    """An invariant of the protocol does not hold; the text begins with its name, I1 to I7."""
+
+
+class Memory:
+    """All regions of a cluster, by region id (which names node and incarnation)."""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, bytearray] = {}
+
+    def create(self, region_id: str, size_bytes: int) -> RegionDescriptor:
+        """A new region of zeros. Pages that are never touched cost nothing."""
+        if region_id in self._regions:
+            raise DataPlaneError(f"region {region_id} exists")
+        self._regions[region_id] = bytearray(size_bytes)
+        return RegionDescriptor(region_id=region_id, size_bytes=size_bytes, backend="simulated", location=region_id)
+
+    def region(self, region_id: str) -> bytearray:
+        """The bytes of a region; raises ``DataPlaneError`` when it is gone."""
+        region = self._regions.get(region_id)
+        if region is None:
+            raise DataPlaneError(f"no region {region_id}")
+        return region
+
+    def remove_of(self, instance: str, incarnation: int) -> None:
+        """Forget the regions of every node of one life of an instance."""
+        for region_id in list(self._regions):
+            node, _, rest = region_id.rpartition(".")[0].rpartition(".")
+            if node.partition(".")[0] == instance and rest == str(incarnation):
+                del self._regions[region_id]
+
+
+class NodeMemory:
+    """What one life of a node can reach: its own regions, and those of peers that it has mapped.
+
+    A mapping stays good when its owner dies and even when the region is removed, as mapped shared memory does.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._mapped: dict[str, bytearray] = {}
+
+    def create_region(self, region_id: str, size_bytes: int) -> RegionDescriptor:
+        """Register a region of this node."""
+        descriptor = self._memory.create(region_id, size_bytes)
+        self._mapped[region_id] = self._memory.region(region_id)
+        return descriptor
+
+    def view(self, region_id: str) -> bytearray:
+        """The bytes of a region of this node, or of one that it has mapped."""
+        region = self._mapped.get(region_id)
+        if region is None:
+            raise DataPlaneError(f"region {region_id} is not attached")
+        return region
+
+    def attach(self, descriptor: RegionDescriptor) -> None:
+        """Map a peer's region."""
+        self._mapped[descriptor.region_id] = self._memory.region(descriptor.region_id)
+
+    def detach(self, region_id: str) -> None:
+        """Forget a peer's region."""
+        self._mapped.pop(region_id, None)
+
+    def copy(self, source_region: str, source: Sequence[Strided], target_region: str, target: Sequence[Strided]) -> int:
+        """Copy paired ranges; returns the bytes moved. Raises ``DataPlaneError`` before any moved, or ``Violation``
+        for a range outside its region (the planner's fault, never the network's)."""
+        from_, to = self.view(source_region), self.view(target_region)
+        moved = 0
+        for left, right in zip(source, target, strict=True):
+            if left.run_bytes == right.run_bytes and left.count == right.count:
+                moved += _copy_equal(from_, left, to, right)
+            else:
+                moved += _copy_unequal(from_, left, to, right)
+        return moved
+
+
+def _check(region: bytearray, piece: Strided) -> None:
+    end = piece.offset + (piece.count - 1) * piece.stride_bytes + piece.run_bytes
+    if piece.offset < 0 or end > len(region):
+        raise Violation(f"I3: {piece} ends outside a region of {len(region)} bytes")
+
+
+def _copy_equal(from_: bytearray, left: Strided, to: bytearray, right: Strided) -> int:
+    _check(from_, left)
+    _check(to, right)
+    size, read, write = left.run_bytes, left.offset, right.offset
+    for _ in range(left.count):
+        to[write : write + size] = from_[read : read + size]
+        read += left.stride_bytes
+        write += right.stride_bytes
+    return size * left.count
+
+
+def _copy_unequal(from_: bytearray, left: Strided, to: bytearray, right: Strided) -> int:
+    _check(from_, left)
+    _check(to, right)
+    data = b"".join(
+        from_[left.offset + i * left.stride_bytes : left.offset + i * left.stride_bytes + left.run_bytes]
+        for i in range(left.count)
+    )
+    if len(data) != right.run_bytes * right.count:
+        raise Violation(f"I6: a pair of ranges of unequal size: {left} and {right}")
+    for index in range(right.count):
+        begin = right.offset + index * right.stride_bytes
+        to[begin : begin + right.run_bytes] = data[index * right.run_bytes : (index + 1) * right.run_bytes]
+    return len(data)

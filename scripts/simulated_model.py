@@ -1,0 +1,341 @@
+"""The model of a simulated rank: caches hold tags instead of numbers, and the next token is a hash of the history.
+
+A unit of a cached row (a head, or a channel of CONV) holds one integer that says whose it is: request, layer, role,
+which unit of the unsharded axis, which token. A rank checks every row that a real model would read against the tags
+that must be there, so a wrong merge, a stale write, a reused row or a row read too early is found where it is read.
+
+The rules by which states move (windows of CONV, checkpoints of SSM, drafts and their rollback) are those of the real
+worker; see ``docs/architecture.md`` and ``actors/worker/layout.py``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Final
+from zlib import crc32
+
+from messages.batch import BatchRow, ExecuteBatch, RowResult, SequenceStart
+from messages.layout import ModelGeometry, TensorLayout
+from messages.requests import SamplingParams
+from scripts.simulated_memory import Violation
+
+VOCABULARY: Final = 48
+EOS: Final = 0
+DRAFT_FLAG: Final = 1 << 15
+"""Set in the tags of rejected drafts: nobody may read them."""
+
+GEOMETRY: Final = ModelGeometry(
+    model_fingerprint="simulated",
+    layer_kinds=("attention", "delta"),
+    attention_heads=4,
+    kv_heads=2,
+    head_dim=2,  # times four bytes: a KEY or VALUE unit is one 64-bit tag
+    linear_key_heads=4,
+    linear_value_heads=8,
+    linear_key_dim=1,
+    linear_value_dim=2,
+    conv_kernel=4,
+    draft_layers=1,
+    cache_dtype="float32",
+    max_model_len=256,
+)
+
+_ROLES: Final = {"KEY": 1, "VALUE": 2, "CONV": 3, "SSM": 4}
+_AXES: Final = {"Q": 0, "K": 16, "V": 32}
+
+
+def next_token(history: Sequence[int], sampling: SamplingParams, output_count: int) -> int:
+    """The token that follows ``history``: the same wherever and whenever it is computed."""
+    token = crc32(array("H", history).tobytes(), sampling.seed & 0xFFFFFFFF) % VOCABULARY
+    if output_count < sampling.min_tokens and (token in sampling.eos_token_ids or token in sampling.stop_token_ids):
+        token = VOCABULARY - 1
+    return token
+
+
+def expected_output(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
+    """(tokens, finish reason) that a client must get."""
+    history = list(prompt)
+    output: list[int] = []
+    while True:
+        token = next_token(history, sampling, len(output))
+        history.append(token)
+        output.append(token)
+        if len(output) > sampling.min_tokens:
+            if token in sampling.eos_token_ids and not sampling.ignore_eos:
+                return output, "stop"
+            if token in sampling.stop_token_ids:
+                return output, "stop"
+        if len(output) >= sampling.max_tokens:
+            return output, "length"
+
+
+def bootstrap(request_number: int, position: int) -> bytes:
+    """What stands for the target hidden state of a request's position."""
+    return request_number.to_bytes(4, "little") + position.to_bytes(4, "little")
+
+
+def request_number(request_id: str) -> int:
+    """``r17`` → 17: the number that tags carry."""
+    return int(request_id[1:].partition("-")[0])
+
+
+@cache
+def _unit_bases(spans: tuple[tuple[str, int, int, int], ...], row_units: int, layer: int, role: str, draft: bool):  # type: ignore[no-untyped-def]
+    """One integer per unit of a row, without request and position."""
+    units = [0] * row_units
+    for axis, start, length, offset in spans:
+        for index in range(length):
+            units[offset + index] = _AXES.get(axis, 0) + start + index
+    if role == "CONV":  # 32-bit tags: position 10 bits, request 12, unit 6, one bit that is always set
+        return tuple(unit << 22 | 1 << 31 for unit in units)
+    kind = _ROLES[role] | (8 if draft else 0)
+    return tuple(unit << 16 | layer << 24 | kind << 32 for unit in units)
+
+
+class TagTensor:
+    """One cache tensor of one rank, over its region."""
+
+    def __init__(self, layout: TensorLayout, region: bytearray) -> None:
+        self.layout = layout
+        self.region = region
+        spans = tuple((span.axis, span.start, span.length, span.offset) for span in layout.spans)
+        self._bases: tuple[int, ...] = _unit_bases(
+            spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft"
+        )
+        self._conv = layout.role == "CONV"
+        self._rows: dict[tuple[int, int], bytes] = {}
+
+    def row(self, number: int, position: int) -> bytes:
+        """The bytes of one row that belongs to request ``number`` and token ``position`` (negative: zeros)."""
+        if position < 0:
+            return bytes(self.layout.row_units * self.layout.unit_bytes)
+        key = (number, position)
+        found = self._rows.get(key)
+        if found is None:
+            if self._conv:
+                tag = (number & 0xFFF) << 10 | position & 0x3FF
+                found = array("I", [base | tag for base in self._bases]).tobytes()
+            else:
+                tag = number << 40 | position
+                found = array("Q", [base | tag for base in self._bases]).tobytes()
+            self._rows[key] = found
+        return found
+
+    def rows(self, number: int, begin: int, end: int) -> bytes:
+        """Rows of several positions, one behind the other."""
+        return b"".join([self.row(number, position) for position in range(begin, end)])
+
+    def _address(self, blocks: Sequence[int], position: int) -> int:
+        layout = self.layout
+        size = layout.rows_per_resource
+        block = blocks[position // size]
+        return layout.base_bytes + block * layout.resource_stride_bytes + position % size * layout.row_stride_bytes
+
+    def write(self, number: int, blocks: Sequence[int], begin: int, end: int, flag: int = 0) -> None:
+        """Write the rows of positions ``[begin, end)``; ``flag`` marks rejected drafts."""
+        for position in range(begin, end):
+            at = self._address(blocks, position)
+            row = self.row(number, position | flag)
+            self.region[at : at + len(row)] = row
+
+    def check(self, number: int, blocks: Sequence[int], end: int) -> str:
+        """Why the rows of positions ``[0, end)`` are not all this request's; "" when they are."""
+        layout = self.layout
+        size, stride = layout.rows_per_resource, layout.row_stride_bytes
+        for first in range(0, end, size):
+            last = min(end, first + size)
+            at = layout.base_bytes + blocks[first // size] * layout.resource_stride_bytes
+            if self.region[at : at + (last - first) * stride] != self.rows(number, first, last):
+                return self._explain(number, blocks, first, last)
+        return ""
+
+    def _explain(self, number: int, blocks: Sequence[int], first: int, last: int) -> str:
+        for position in range(first, last):
+            at = self._address(blocks, position)
+            expected = self.row(number, position)
+            found = bytes(self.region[at : at + len(expected)])
+            if found != expected:
+                block = blocks[position // self.layout.rows_per_resource]
+                return f"{self.layout.name} token {position} in block {block}: {self.describe(found, expected)}"
+        return "no difference on second sight"
+
+    def describe(self, found: bytes, expected: bytes) -> str:
+        """What lies where something else should: whose row it is, as far as tags tell."""
+        code = "I" if self._conv else "Q"
+        for index, (seen, wanted) in enumerate(zip(array(code, found), array(code, expected), strict=True)):
+            if seen != wanted:
+                return f"unit {index} holds {self._name(seen)}, should hold {self._name(wanted)}"
+        return "equal"
+
+    def _name(self, tag: int) -> str:
+        if not tag:
+            return "zeros"
+        if self._conv:
+            return f"request r{tag >> 10 & 0xFFF} position {tag & 0x3FF} channel {tag >> 22 & 0x1FF}"
+        rejected = " (a rejected draft)" if tag & DRAFT_FLAG else ""
+        kind = {number: name for name, number in _ROLES.items()}.get(tag >> 32 & 7, "?")
+        place = f"layer {tag >> 24 & 0xFF} unit {tag >> 16 & 0xFF} position {tag & 0x7FFF}"
+        return f"request r{tag >> 40} {kind} {place}{rejected}"
+
+    # -- state slots ------------------------------------------------------------------------------------------------
+
+    def _slot(self, slot: int, row: int) -> int:
+        layout = self.layout
+        return layout.base_bytes + slot * layout.resource_stride_bytes + row * layout.row_stride_bytes
+
+    def write_state(self, number: int, slot: int, start: int, width: int, is_prefill: bool) -> None:
+        """The state after tokens ``start…start+width-1``: one state after a prefill chunk, one per token otherwise."""
+        end = start + width
+        if self._conv:
+            window = self.layout.live_rows
+            first = end - window if is_prefill else start - window + 1
+            for index, position in enumerate(range(first, end)):
+                at = self._slot(slot, index)
+                row = self.row(number, position)
+                self.region[at : at + len(row)] = row
+            return
+        counts = [end] if is_prefill else range(start + 1, end + 1)
+        for index, count in enumerate(counts):
+            at = self._slot(slot, index)
+            row = self.row(number, count)
+            self.region[at : at + len(row)] = row
+
+    def check_state(self, number: int, slot: int, live: int, computed: int) -> str:
+        """Why checkpoint ``live`` is not this request's state after ``computed`` tokens; "" when it is."""
+        if self._conv:
+            window = self.layout.live_rows
+            expected = self.rows(number, computed - window, computed)
+        else:
+            expected = self.row(number, computed)
+        at = self._slot(slot, live)
+        found = bytes(self.region[at : at + len(expected)])
+        if found == expected:
+            return ""
+        return f"{self.layout.name} slot {slot} checkpoint {live}: {self.describe(found, expected)}"
+
+
+@dataclass
+class _Open:
+    """An open sequence of a rank."""
+
+    start: SequenceStart
+    number: int
+    outputs: list[int]
+    live: int = 0
+    computed: int = -1  # unknown until its first row
+    error: str = ""
+    history: list[int] = field(default_factory=list)
+
+
+class TagRunner:
+    """One rank: executes the command stream over tagged caches. The same decisions as the real runner's."""
+
+    def __init__(self, where: str, tensors: Sequence[TensorLayout], region: bytearray, speculative_tokens: int) -> None:
+        self._where = where
+        views = [TagTensor(layout, region) for layout in tensors]
+        self._blocks = [
+            view for view in views if view.layout.addressed_by == "block" and view.layout.namespace == "target"
+        ]
+        self._drafts = [view for view in views if view.layout.namespace == "draft"]
+        self._slots = [view for view in views if view.layout.addressed_by == "slot"]
+        self._speculative_tokens = speculative_tokens
+        self.open: dict[str, _Open] = {}
+
+    def execute(self, batch: ExecuteBatch) -> list[RowResult]:
+        """Run one step; raises ``Violation`` when a row reads what is not its own."""
+        for request_id in batch.closed:
+            self.open.pop(request_id, None)
+        for start in batch.opened:
+            self._open(start)
+        return [self._run(row) for row in batch.rows]
+
+    def _open(self, start: SequenceStart) -> None:
+        number = request_number(start.request_id)
+        sequence = _Open(start, number, list(start.output_token_ids))
+        sequence.history = [*start.prompt_token_ids, *start.output_token_ids]
+        if start.restored:
+            sequence.computed = len(sequence.history) - 1
+            expected = bootstrap(number, sequence.computed - 1)
+            if self._drafts and start.bootstrap_hidden != expected:
+                sequence.error = f"bootstrap is {start.bootstrap_hidden!r}, should be {expected!r}"
+        self.open[start.request_id] = sequence
+
+    def _run(self, row: BatchRow) -> RowResult:
+        sequence = self.open.get(row.request_id)
+        if sequence is None:
+            raise Violation(f"I2: {self._where} runs {row.request_id}, which is not open")
+        if sequence.error:
+            return RowResult(request_id=row.request_id, epoch=row.epoch, error=sequence.error)
+        if row.start and sequence.computed != row.start:
+            raise Violation(
+                f"I2: {self._where} runs {row.request_id} from token {row.start}, its caches hold {sequence.computed}"
+            )
+        fed = sequence.history[row.start : row.start + len(row.token_ids)]
+        if tuple(fed) != row.token_ids:
+            raise Violation(f"I6: {self._where} is fed {row.token_ids} as tokens {row.start}… of {row.request_id}")
+        if row.start:
+            self._check(row, sequence)
+        return self._prefill(row, sequence) if row.is_prefill else self._decode(row, sequence)
+
+    def _check(self, row: BatchRow, sequence: _Open) -> None:
+        why = ""
+        for tensor in self._blocks:
+            why = why or tensor.check(sequence.number, row.block_ids, row.start)
+        for tensor in self._drafts:
+            why = why or tensor.check(sequence.number, row.block_ids, row.start)
+        for tensor in self._slots:
+            why = why or tensor.check_state(sequence.number, sequence.start.slot, sequence.live, row.start)
+        if why:
+            raise Violation(f"I6: {self._where} reads for {row.request_id} epoch {row.epoch}: {why}")
+
+    def _prefill(self, row: BatchRow, sequence: _Open) -> RowResult:
+        end = row.start + len(row.token_ids)
+        for tensor in (*self._blocks, *self._drafts):
+            tensor.write(sequence.number, row.block_ids, row.start, end)
+        for tensor in self._slots:
+            tensor.write_state(sequence.number, sequence.start.slot, row.start, len(row.token_ids), True)
+        sequence.computed, sequence.live = end, 0
+        if not row.samples:
+            return RowResult(request_id=row.request_id, epoch=row.epoch)
+        token = next_token(sequence.history, sequence.start.sampling, len(sequence.outputs))
+        self._accept(sequence, [token])
+        hidden = bootstrap(sequence.number, end - 1) if self._drafts else b""
+        return RowResult(
+            request_id=row.request_id,
+            epoch=row.epoch,
+            token_ids=(token,),
+            bootstrap_hidden=hidden,
+            bootstrap_dtype="float32" if hidden else "",
+        )
+
+    def _decode(self, row: BatchRow, sequence: _Open) -> RowResult:
+        drafts = row.speculative_tokens
+        accepted = crc32(row.request_id.encode(), row.start) % (drafts + 1)
+        tokens: list[int] = []
+        for _ in range(accepted + 1):
+            tokens.append(
+                next_token(sequence.history + tokens, sequence.start.sampling, len(sequence.outputs) + len(tokens))
+            )
+        end = row.start + 1 + accepted
+        for tensor in (*self._blocks, *self._drafts):
+            tensor.write(sequence.number, row.block_ids, row.start, end)
+            tensor.write(sequence.number, row.block_ids, end, row.start + 1 + drafts, DRAFT_FLAG)
+        for tensor in self._slots:
+            tensor.write_state(sequence.number, sequence.start.slot, row.start, 1 + drafts, False)
+        sequence.computed, sequence.live = end, accepted
+        self._accept(sequence, tokens)
+        return RowResult(
+            request_id=row.request_id,
+            epoch=row.epoch,
+            token_ids=tuple(tokens),
+            drafted=drafts,
+            accepted=accepted,
+        )
+
+    @staticmethod
+    def _accept(sequence: _Open, tokens: list[int]) -> None:
+        sequence.outputs += tokens
+        sequence.history += tokens
