@@ -60,6 +60,19 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     manifest: Manifest
 
 
+class ModelLoaded(Message, frozen=True, kw_only=True):
+    """Worker to itself: the weights are there, the caches registered under this manifest."""
+
+    manifest: Manifest
+
+
+class LoadFailed(Message, frozen=True, kw_only=True):
+    """Worker to itself: it cannot serve. ``fatal``: a configuration error, which a restart cannot help."""
+
+    reason: str
+    fatal: bool = False
+
+
 class EngineReady(Message, frozen=True, kw_only=True):
     """Engine → scheduler: every rank is ready; their manifests agree on capacities."""
 
@@ -128,13 +141,14 @@ class ProcessStarted(Message, frozen=True, kw_only=True):
 class ProcessExited(Message, frozen=True, kw_only=True):
     """Shell of the supervisor → supervisor: this node's process is gone and reaped.
 
-    ``exit_code`` is negative for a signal (-9: killed) and ``None`` when it could not even be started. ``last_words``
-    is the end of what it wrote to stderr.
+    ``exit_code`` is negative for a signal (-9: killed) and ``None`` when it could not even be started. ``fatal``: its
+    exit code says that its configuration cannot work. ``last_words`` is the end of what it wrote to stderr.
     """
 
     node: str
     incarnation: int
     exit_code: int | None = None
+    fatal: bool = False
     last_words: str = ""
 
 

@@ -30,11 +30,11 @@ class WorkerSettings:
     draft_replicated: bool = False
 
     @classmethod
-    def from_node(cls, config: NodeConfig, model_dir: str) -> WorkerSettings:
-        """The settings of this node's rank; ``model_dir`` is the resolved option ``model``."""
+    def from_node(cls, config: NodeConfig) -> WorkerSettings:
+        """The settings of this node's rank; its option ``model`` is a directory by now."""
         options = config.options
         return cls(
-            model_dir=model_dir,
+            model_dir=options.model,
             tp_size=config.tp_size,
             rank=config.rank,
             dtype=options.dtype,
