@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -43,6 +43,7 @@ VOCABULARY_COUNT = 2048
 ROW_TOKENS = 512
 CHAT_ROWS_OF = 8  # one row in this many is chat
 DRAFT_LOSS_WEIGHTS = (0.5, 0.3, 0.2)
+DRAFT_FULL_FROM = 0.65  # of the time; until then one row of each batch trains the draft
 EMA_DECAY = 0.98
 
 CONFIG: dict[str, Any] = {
@@ -136,13 +137,24 @@ class Trainer:
         self._average = [p.detach().clone() for p in self.parameters]
         self._steps = 0
 
-    def step(self, batches: list[Tensor], scale: float) -> list[float]:
-        """One update from the mean gradient of ``batches`` [B, T]; returns the four losses (target, drafts 1–3)."""
+    def resume(self, folder: Path) -> None:
+        """Continue from a saved checkpoint's weights (not from its optimiser state)."""
+        weights = load_file(folder / "model.safetensors")
+        draft = {name.removeprefix("mtp."): weights.pop(name) for name in list(weights) if name.startswith("mtp.")}
+        self.model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+        self.head.load_state_dict(draft)
+        self._average = [p.detach().clone() for p in self.parameters]
+
+    def step(self, batches: list[Tensor], scale: float, draft_rows: int) -> list[float]:
+        """One update from the mean gradient of ``batches`` [B, T]; returns the four losses (target, drafts 1–3).
+
+        The draft steps, which cost as much as half the target, see only the first ``draft_rows`` rows of each batch.
+        """
         totals = [0.0] * (1 + len(DRAFT_LOSS_WEIGHTS))
         for parameter in self.parameters:
             parameter.grad = None
         for ids in batches:
-            losses = self.losses(ids)
+            losses = self.losses(ids, draft_rows)
             weighted = losses[0] + sum(w * x for w, x in zip(DRAFT_LOSS_WEIGHTS, losses[1:], strict=True))
             (weighted / len(batches)).backward()
             totals = [t + float(x.detach()) / len(batches) for t, x in zip(totals, losses, strict=True)]
@@ -155,15 +167,17 @@ class Trainer:
         torch._foreach_lerp_(self._average, [p.detach() for p in self.parameters], weight)
         return totals
 
-    def losses(self, ids: Tensor) -> list[Tensor]:
-        """Mean cross entropy of the target and of each draft step, over the rows ``ids`` [B, T]."""
+    def losses(self, ids: Tensor, draft_rows: int) -> list[Tensor]:
+        """Mean cross entropy of the target over the rows ``ids`` [B, T], and of each draft step over the first few."""
         hidden = self.model.model(ids, use_cache=False).last_hidden_state
-        outputs = [hidden, *self.head.chain(self.model.model.embed_tokens(ids), hidden, len(DRAFT_LOSS_WEIGHTS))]
+        few = ids[:draft_rows]
+        drafts = self.head.chain(self.model.model.embed_tokens(few), hidden[:draft_rows], len(DRAFT_LOSS_WEIGHTS))
+        targets = [(1, ids, hidden), *((ahead, few, output) for ahead, output in enumerate(drafts, start=2))]
         return [
             F.cross_entropy(
-                self.model.lm_head(output[:, : ids.shape[1] - ahead]).flatten(0, 1), ids[:, ahead:].flatten()
+                self.model.lm_head(output[:, : seen.shape[1] - ahead]).flatten(0, 1), seen[:, ahead:].flatten()
             )
-            for ahead, output in enumerate(outputs, start=1)
+            for ahead, seen, output in targets
         ]
 
     def swap_average(self) -> None:
@@ -207,6 +221,7 @@ def save(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> None:
     weights |= {f"mtp.{n}": p for n, p in trainer.head.state_dict().items()}
     tensors = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     turn_end = tokenizer.token_to_id(TURN_END)
     files: dict[str, dict[str, Any]] = {
         "config.json": CONFIG,
@@ -249,7 +264,7 @@ def evaluate(trainer: Trainer, tokenizer: Tokenizer, corpus: Corpus, prompt_coun
         :: max(1, len(held_out) // 16384)
     ]
     with torch.no_grad():
-        losses = torch.stack([torch.stack(trainer.losses(part)) for part in batches.split(8)]).mean(0)
+        losses = torch.stack([torch.stack(trainer.losses(part, len(part))) for part in batches.split(8)]).mean(0)
     prompts = held_out_prompts(tokenizer, corpus, prompt_count)
     acceptance = measure_acceptance(trainer.model, trainer.head, prompts, 48, len(DRAFT_LOSS_WEIGHTS))
     return {
@@ -268,17 +283,23 @@ def main() -> None:
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4, help="rows of 512 tokens per backward pass")
-    parser.add_argument("--accumulate", type=int, default=2, help="backward passes per update")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per update")
     parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="a directory that this script saved")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
 
     corpus = read_corpus(options.seed)
-    tokenizer = train_tokenizer([*corpus.train, *corpus.chat[:1000]], VOCABULARY_COUNT)
+    if options.resume:
+        tokenizer = Tokenizer.from_file(str(options.resume / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer([*corpus.train, *corpus.chat[:1000]], VOCABULARY_COUNT)
     streams = (encode(tokenizer, corpus.train), encode(tokenizer, corpus.chat))
     trainer = Trainer(options.rate)
+    if options.resume:
+        trainer.resume(options.resume)
     report("start", parameters=sum(p.numel() for p in trainer.parameters), tokens=[len(s) for s in streams])
     source = rows(streams, random.Random(options.seed))
     began = saved = time.monotonic()
@@ -287,7 +308,7 @@ def main() -> None:
         progress = elapsed / (options.minutes * 60)
         scale = min((step + 1) / 20, 1.0, (1.0 - progress) / 0.7)
         batches = [torch.stack([next(source) for _ in range(options.batch)]) for _ in range(options.accumulate)]
-        losses = trainer.step(batches, scale)
+        losses = trainer.step(batches, scale, options.batch if progress > DRAFT_FULL_FROM else 1)
         step += 1
         if step % 10 == 0:
             report("step", step=step, seconds=round(elapsed), losses=[round(x, 3) for x in losses])
