@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 LEVELS = ("debug", "info", "warning", "error")
 
 Field = str | int | float
+WriteLine = Callable[[str], None]
+
+
+def write_to_stderr(line: str) -> None:
+    """One line in one write, so that lines of several writers do not mix. Never raises."""
+    with contextlib.suppress(OSError):  # nobody reads stderr any more; a node does not die of that
+        os.write(2, (line + "\n").encode(errors="replace"))
 
 
 def format_field(value: Field) -> str:
@@ -30,10 +38,11 @@ def format_line(now_s: float, level: str, address: str, event: str, fields: Mapp
 
 
 class Log:
-    """Writes the lines of one node. Any thread: a line is one write, so lines of several nodes do not mix."""
+    """Writes the lines of one node. Any thread."""
 
-    def __init__(self, node: str, level: str) -> None:
+    def __init__(self, node: str, level: str, write_line: WriteLine = write_to_stderr) -> None:
         self._node = node
+        self._write_line = write_line
         self._least = LEVELS.index(level)
 
     def write(self, actor: str, level: str, event: str, fields: Mapping[str, Field]) -> None:
@@ -41,8 +50,4 @@ class Log:
         rank = LEVELS.index(level) if level in LEVELS else 1
         if rank < self._least:
             return
-        line = format_line(time.time(), level, f"{self._node}/{actor}", event, fields)
-        try:
-            os.write(2, (line + "\n").encode(errors="replace"))
-        except OSError:
-            return  # nobody reads stderr any more; a node does not die of that
+        self._write_line(format_line(time.time(), level, f"{self._node}/{actor}", event, fields))

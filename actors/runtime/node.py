@@ -26,10 +26,10 @@ import psutil
 import pykka
 
 from actors.runtime.config import ConfigError, NodeConfig
-from actors.runtime.context import ActorSpec
+from actors.runtime.context import ActorSpec, NodeContext
 from actors.runtime.faults import make_injector
 from actors.runtime.hooks import NoInjector
-from actors.runtime.log import Log
+from actors.runtime.log import Log, WriteLine, write_to_stderr
 from actors.runtime.postoffice import PostOffice
 from actors.runtime.process import (
     EXIT_CONFIG,
@@ -57,6 +57,10 @@ NODE_ACTOR = "node"
 ACTOR_STOP_TIMEOUT_S = 5.0
 IPC_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket on Linux."""
+
+
+Factory = Callable[[NodeContext], Sequence[ActorSpec]]
+"""Builds some of a node's actors."""
 
 
 def endpoint_of(config: NodeConfig, node: str) -> str:
@@ -92,13 +96,20 @@ def _check(config: NodeConfig) -> None:
 
 
 class Node:
-    """One node of a cluster: ``NodeContext`` to its factories, ``Services`` to its shells."""
+    """One node of a cluster: ``NodeContext`` to its factories, ``Services`` to its shells.
 
-    def __init__(self, config: NodeConfig) -> None:
+    ``factories`` come besides those that the configuration names: an in-process node's actors may need more than can
+    be written into a file. ``write_line`` takes the lines for people, instead of stderr.
+    """
+
+    def __init__(
+        self, config: NodeConfig, factories: Sequence[Factory] = (), write_line: WriteLine = write_to_stderr
+    ) -> None:
         """Raises ``ConfigError``. Nothing runs before ``start``."""
         _check(config)
         self.config = config
-        self.log_writer = Log(config.node, config.options.log_level)
+        self._factories = tuple(factories)
+        self.log_writer = Log(config.node, config.options.log_level, write_line)
         self._keys = read_run_keys(config)
         self.recorder = make_recorder(config)
         self.injector = make_injector(config, self.recorder.fault)
@@ -235,6 +246,8 @@ class Node:
         for factory in self.config.factories:
             module, _, function = factory.partition(":")
             specs.extend(getattr(importlib.import_module(module), function)(self))
+        for build in self._factories:
+            specs.extend(build(self))
         self._starting = {spec.name for spec in specs}
         if len(self._starting) != len(specs):
             raise ConfigError(f"{self.config.node}: two actors have one name: {[spec.name for spec in specs]}")

@@ -38,7 +38,7 @@ class Services(Protocol):
     timers: Timers
     recorder: Recorder
     injector: Injector
-    log: Log
+    log_writer: Log
 
     def actor_started(self, actor: str) -> None:
         """The machine's first effects are carried out. Called on the actor's thread."""
@@ -146,7 +146,7 @@ class MachineActor(pykka.ThreadingActor):
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__}: {error} ({place.filename.rpartition('/')[2]}:{place.lineno})"
-            self._services.log.write(self._name, "error", "actor_failed", {"trace": traceback.format_exc()})
+            self._services.log_writer.write(self._name, "error", "actor_failed", {"trace": traceback.format_exc()})
             self._die(reason, fatal=False)
         self._activity.busy_since_ns = 0
         return None
@@ -196,7 +196,7 @@ class MachineActor(pykka.ThreadingActor):
             case Run():
                 self._run_job(effect, cause)
             case Note(level, event, fields):
-                self._services.log.write(self._name, level, event, dict(fields))
+                self._services.log_writer.write(self._name, level, event, dict(fields))
             case Fail(reason, fatal):
                 self._die(reason, fatal)
             case _:
