@@ -20,10 +20,16 @@ from transport.dataplane import DataPlaneError, Strided
 
 Bytes = npt.NDArray[np.uint8]
 
-LONG_RUN_BYTES = 1 << 18
-"""From this length on, a run is worth a call of its own: memcpy bypasses the cache for large copies."""
+LONG_RUN_BYTES = 1 << 16
+"""From this length on, a run is worth a call of its own, without the GIL; memcpy bypasses the cache for large ones."""
 
-Pair = tuple[Strided, Strided]
+FEW_RUNS = 3
+"""So few shorter runs are copied one by one: a strided view costs more than they do."""
+
+Piece = tuple[int, int, int, int]
+"""A ``Strided`` as the plain tuple that it is: making thousands of those is twice as fast."""
+
+Pair = tuple[Piece, Piece]
 
 
 def check_ranges(region_id: str, region_bytes: int, ranges: Sequence[Strided]) -> None:
@@ -58,7 +64,7 @@ def check_pairs(source: Sequence[Strided], target: Sequence[Strided]) -> int:
     return total
 
 
-def normal(piece: Strided) -> Strided:
+def _normal(piece: Strided) -> Strided:
     """The same bytes with one spelling: a contiguous range has ``count == 1``."""
     offset, run_bytes, count, stride_bytes = piece
     if count == 1 or stride_bytes == run_bytes:
@@ -66,9 +72,9 @@ def normal(piece: Strided) -> Strided:
     return piece
 
 
-def _same_runs(source: Strided, target: Strided) -> Iterable[Pair]:
-    """The pair cut so that both sides of each part have equal runs and counts."""
-    source, target = normal(source), normal(target)
+def _equal_runs(source: Strided, target: Strided) -> Iterable[Pair]:
+    """A pair cut so that both sides of each part have equal runs and counts."""
+    source, target = _normal(source), _normal(target)
     if source.run_bytes == target.run_bytes:
         yield source, target
     elif source.count == 1:
@@ -95,40 +101,50 @@ def _split_by_common_run(source: Strided, target: Strided) -> Iterable[Pair]:
         yield Strided(source_at, run, repeats, source_step), Strided(target_at, run, repeats, target_step)
 
 
-def _joined(pair: Pair, following: Pair) -> Pair | None:
-    """Both pairs as one, when the second continues the first on both sides; else None."""
-    (s_off, run, count, s_step), (t_off, _, _, t_step) = pair
-    (s_next, next_run, next_count, s_next_step), (t_next, _, _, t_next_step) = following
-    if count == 1 and next_count == 1 and s_next == s_off + run and t_next == t_off + run:
-        return Strided(s_off, run + next_run), Strided(t_off, run + next_run)
-    if run != next_run:
-        return None
-    if count == 1:  # two equal runs at some distance: they define the steps
-        s_step, t_step = s_next - s_off, t_next - t_off
-        if s_step < run or t_step < run:
-            return None
-    elif s_next != s_off + count * s_step or t_next != t_off + count * t_step:
-        return None
-    if next_count > 1 and (s_next_step != s_step or t_next_step != t_step):
-        return None
-    total = count + next_count
-    return Strided(s_off, run, total, s_step), Strided(t_off, run, total, t_step)
-
-
 def coalesce(source: Sequence[Strided], target: Sequence[Strided]) -> list[Pair]:
-    """The same copies as fewer pairs, each with equal runs and counts on both sides, in the same order."""
+    """The same copies as fewer pairs, each with equal runs and counts on both sides, in the same order.
+
+    Contiguous pairs that continue each other become one; so do equal runs at equal distances. Written without calls on
+    the common path: fragmented block tables make lists of thousands.
+    """
     pairs: list[Pair] = []
+    s_off = s_step = t_off = t_step = count = 0
+    run = -1  # of the pair that is still growing; -1: none is
     for one, other in zip(source, target, strict=True):
-        for pair in _same_runs(one, other):
-            joined = _joined(pairs[-1], pair) if pairs else None
-            if joined is None:
-                pairs.append(pair)
+        s_next, next_run, next_count, s_next_step = one
+        t_next, t_run, t_count, t_next_step = other
+        if next_run != t_run or next_count != t_count:
+            if run > 0:
+                pairs.append(((s_off, run, count, s_step), (t_off, run, count, t_step)))
+                run = -1
+            pairs.extend(_equal_runs(one, other))
+            (s_off, run, count, s_step), (t_off, _, _, t_step) = pairs.pop()
+            continue
+        if next_count > 1 and s_next_step == t_next_step == next_run:
+            next_run, next_count = next_run * next_count, 1
+        if count == 1 == next_count and s_next == s_off + run and t_next == t_off + run:
+            run += next_run
+            continue
+        if run == next_run:
+            if count == 1:  # two equal runs define the steps
+                s_new_step, t_new_step = s_next - s_off, t_next - t_off
+                follows = s_new_step >= run and t_new_step >= run
             else:
-                pairs[-1] = joined
+                s_new_step, t_new_step = s_step, t_step
+                follows = s_next == s_off + count * s_step and t_next == t_off + count * t_step
+            if follows and (next_count == 1 or (s_next_step == s_new_step and t_next_step == t_new_step)):
+                count += next_count
+                s_step, t_step = s_new_step, t_new_step
+                continue
+        if run > 0:
+            pairs.append(((s_off, run, count, s_step), (t_off, run, count, t_step)))
+        s_off, t_off, run, count, s_step, t_step = s_next, t_next, next_run, next_count, s_next_step, t_next_step
+    if run > 0:
+        pairs.append(((s_off, run, count, s_step), (t_off, run, count, t_step)))
     return pairs
 
 
-def _runs(buffer: Bytes, piece: Strided) -> npt.NDArray[np.void]:
+def _runs(buffer: Bytes, piece: Piece) -> npt.NDArray[np.void]:
     """A view of ``buffer`` with one opaque element per run."""
     offset, run_bytes, count, stride_bytes = piece
     return np.ndarray((count,), f"V{run_bytes}", buffer.data, offset, (stride_bytes,))
@@ -136,15 +152,22 @@ def _runs(buffer: Bytes, piece: Strided) -> npt.NDArray[np.void]:
 
 def copy_pairs(source: Bytes, target: Bytes, pairs: Iterable[Pair]) -> None:
     """Copy each pair (equal runs and counts, inside the buffers) from ``source`` to ``target``, in order."""
-    for (s_off, run, count, s_step), (t_off, _, _, t_step) in pairs:
-        if count == 1:
-            target[t_off : t_off + run] = source[s_off : s_off + run]
-        elif run >= LONG_RUN_BYTES:
-            for index in range(count):
-                s_at, t_at = s_off + index * s_step, t_off + index * t_step
+    source_view, target_view = source.data, target.data
+    for from_piece, to_piece in pairs:
+        s_at, run, count, s_step = from_piece
+        t_at, _, _, t_step = to_piece
+        if run >= LONG_RUN_BYTES:
+            for _ in range(count):
                 target[t_at : t_at + run] = source[s_at : s_at + run]
+                s_at += s_step
+                t_at += t_step
+        elif count <= FEW_RUNS:  # a memoryview keeps the GIL, but for less time than numpy needs to begin
+            for _ in range(count):
+                target_view[t_at : t_at + run] = source_view[s_at : s_at + run]
+                s_at += s_step
+                t_at += t_step
         else:
-            _runs(target, Strided(t_off, run, count, t_step))[...] = _runs(source, Strided(s_off, run, count, s_step))
+            _runs(target, to_piece)[...] = _runs(source, from_piece)
 
 
 def copy_ranges(

@@ -34,7 +34,7 @@ def joined(ranges: Sequence[Strided]) -> list[Strided]:
     for piece in ranges:
         targets.append(Strided(at, piece.size_bytes))
         at += piece.size_bytes
-    return [source for source, _ in coalesce(ranges, targets)]
+    return [Strided(*source) for source, _ in coalesce(ranges, targets)]
 
 
 def batches(ranges: Sequence[Strided]) -> Iterator[list[Pair]]:
@@ -51,7 +51,7 @@ def batches(ranges: Sequence[Strided]) -> Iterator[list[Pair]]:
                 yield batch
                 batch, used = [], 0
             for index in range(count):
-                yield [(Strided(offset + index * stride_bytes, run_bytes), Strided(0, run_bytes))]
+                yield [((offset + index * stride_bytes, run_bytes, 1, 0), (0, run_bytes, 1, 0))]
             continue
         while count:
             fit = min(count, (SCRATCH_BYTES - used) // run_bytes)
@@ -59,8 +59,7 @@ def batches(ranges: Sequence[Strided]) -> Iterator[list[Pair]]:
                 yield batch
                 batch, used = [], 0
                 continue
-            part = Strided(offset, run_bytes, fit, stride_bytes)
-            batch.append((part, Strided(used, run_bytes, fit, run_bytes)))
+            batch.append(((offset, run_bytes, fit, stride_bytes), (used, run_bytes, fit, run_bytes)))
             used += fit * run_bytes
             offset += fit * stride_bytes
             count -= fit
@@ -69,7 +68,7 @@ def batches(ranges: Sequence[Strided]) -> Iterator[list[Pair]]:
 
 
 def _is_direct(batch: Sequence[Pair]) -> bool:
-    return len(batch) == 1 and batch[0][0].run_bytes >= DIRECT_BYTES
+    return len(batch) == 1 and batch[0][0][1] >= DIRECT_BYTES
 
 
 def send_ranges(connection: socket.socket, buffer: Bytes, ranges: Sequence[Strided], scratch: Bytes) -> None:
@@ -80,7 +79,7 @@ def send_ranges(connection: socket.socket, buffer: Bytes, ranges: Sequence[Strid
             connection.sendall(buffer[offset : offset + run_bytes].data)
         else:
             copy_pairs(buffer, scratch, batch)
-            connection.sendall(scratch[: sum(kept.size_bytes for _, kept in batch)].data)
+            connection.sendall(scratch[: sum(run_bytes * count for _, (_, run_bytes, count, _) in batch)].data)
 
 
 def receive_ranges(connection: socket.socket, buffer: Bytes, ranges: Sequence[Strided], scratch: Bytes) -> None:
@@ -90,7 +89,7 @@ def receive_ranges(connection: socket.socket, buffer: Bytes, ranges: Sequence[St
             offset, run_bytes, _, _ = batch[0][0]
             receive_into(connection, buffer[offset : offset + run_bytes].data)
         else:
-            size = sum(kept.size_bytes for _, kept in batch)
+            size = sum(run_bytes * count for _, (_, run_bytes, count, _) in batch)
             receive_into(connection, scratch[:size].data)
             copy_pairs(scratch, buffer, [(kept, piece) for piece, kept in batch])
 

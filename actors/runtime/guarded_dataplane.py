@@ -55,7 +55,8 @@ class GuardedDataPlane:
         except TornWrite as torn:
             pairs = torn_pairs(coalesce(source, target), int(size_bytes * torn.fraction))
             if pairs:
-                operation(source_region, [one for one, _ in pairs], target_region, [other for _, other in pairs])
+                sources, targets = [Strided(*one) for one, _ in pairs], [Strided(*other) for _, other in pairs]
+                operation(source_region, sources, target_region, targets)
             raise
         return operation(source_region, source, target_region, target)
 
@@ -64,13 +65,16 @@ def torn_pairs(pairs: Sequence[Pair], keep_bytes: int) -> list[Pair]:
     """The first ``keep_bytes`` bytes of ``pairs`` (equal runs on both sides), cut at a run unless there is only one."""
     kept: list[Pair] = []
     for source, target in pairs:
-        if keep_bytes >= source.size_bytes:
+        (s_off, run_bytes, count, s_step), (t_off, _, _, t_step) = source, target
+        if keep_bytes >= run_bytes * count:
             kept.append((source, target))
-            keep_bytes -= source.size_bytes
+            keep_bytes -= run_bytes * count
             continue
-        if source.count == 1 and keep_bytes:
-            kept.append((source._replace(run_bytes=keep_bytes), target._replace(run_bytes=keep_bytes)))
-        elif runs := keep_bytes // source.run_bytes:
-            kept.append((source._replace(count=runs), target._replace(count=runs)))
+        if count == 1:
+            run_bytes = keep_bytes
+        else:
+            count = keep_bytes // run_bytes
+        if run_bytes and count:
+            kept.append(((s_off, run_bytes, count, s_step), (t_off, run_bytes, count, t_step)))
         break
     return kept

@@ -57,7 +57,7 @@ def test_any_pairs_equal_the_oracle_and_touch_no_other_byte(data: st.DataObject)
 def test_adjacent_contiguous_ranges_become_one() -> None:
     source = [Strided(64 * i, 64) for i in range(10)]
     target = [Strided(1000 + 64 * i, 64) for i in range(10)]
-    assert coalesce(source, target) == [(Strided(0, 640), Strided(1000, 640))]
+    assert coalesce(source, target) == [(Strided(0, 640, 1, 0), Strided(1000, 640, 1, 0))]
 
 
 def test_blocks_at_a_constant_distance_become_one_strided_pair() -> None:
