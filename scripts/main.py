@@ -11,6 +11,7 @@ import click
 
 from actors.runtime.config import ConfigError, Options
 from scripts.options import cluster_options
+from scripts.trace import trace
 
 CONFIGURATION_REFUSED = 2
 
@@ -207,6 +208,9 @@ def bench_accuracy(options: Options, against: str, prompt_count: int, max_tokens
     result = run(options, against, accuracy_prompts(prompt_count), max_tokens, perplexity_text())
     _report(result, as_json)
     sys.exit(0 if result["equal_by_tie_rule"] == result["prompts"] else 1)
+
+
+main.add_command(trace)
 
 
 def _report(result: dict[str, Any], as_json: bool) -> None:

@@ -48,6 +48,7 @@ HELP: dict[str, str] = {
     "staging_leases": "Hand-offs that can be staged at once when --staging-mb is 0.",
     "lease_windows": "Windows of one prefill chunk each per source rank and lease.",
     "data_plane": "How cache bytes move between ranks: shm within a host, tcp between hosts.",
+    "keys_file": "CURVE keys for links over tcp (see docs/operations.md); made in the run directory when empty.",
     "num_speculative_tokens": "MTP draft depth, 0 to 8; 0 is off.",
     "enable_mtp_draft_body_tp1": "Replicate the draft body on every rank (its lm_head stays sharded).",
     "run_dir": "Private directory for sockets and logs (default: a new one under the temporary directory).",
