@@ -374,12 +374,13 @@ class StagingCreated(Message, frozen=True, kw_only=True):
 
 
 class WriteDone(Message, frozen=True, kw_only=True):
-    """P transfer to itself: these layers of a chunk lie at the target rank, or ``error`` says why not."""
+    """P transfer to itself: part ``part`` of a chunk (some layers) lies at the target rank, or ``error`` says why not."""
 
     request_id: str
     epoch: int
     target_rank: int
     chunk_index: int
+    part: int
     layer_count: int
     bytes_written: int
     write_ms: float = 0.0

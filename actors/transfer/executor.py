@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
+import numpy as np
+
 from actors.runtime.context import Done, Emit
 from actors.runtime.machine import Job
 from actors.transfer.copies import Copy, Link, merge_copies, pull_copies, write_copies
-from actors.transfer.jobs import CreateStaging, MapPeer, MergeJob, PullJob, UnmapPeer, WriteJob
+from actors.transfer.jobs import CreateStaging, MapPeer, MergeJob, PullJob, UnmapPeer, VerifyJob, WriteJob
+from actors.transfer.verify import Bytes, verify_restored
 from messages.base import Message
-from messages.transfer import MergeDone, PeerMapped, PeerUnmapped, PullDone, StagingCreated, WriteDone
-from transport.dataplane import DataPlane
+from messages.layout import Manifest
+from messages.transfer import MergeDone, PeerMapped, PeerUnmapped, PullDone, StagingCreated, VerifyDone, WriteDone
+from transport.dataplane import DataPlane, Strided
 
 Synchronise = Callable[[], None]
 
@@ -32,13 +36,13 @@ class LinkBook:
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, int, int], Link] = {}
-        self._regions: dict[tuple[str, int], tuple[str, ...]] = {}
+        self._mapped: dict[tuple[str, int], MapPeer] = {}
         self._lock = Lock()
 
     def add(self, job: MapPeer) -> None:
         """Remember the job's plans, by peer and target rank."""
         with self._lock:
-            self._regions[job.instance, job.incarnation] = tuple(region.region_id for region in job.regions)
+            self._mapped[job.instance, job.incarnation] = job
             for plan, staging_region in zip(job.plans, job.staging_region_ids, strict=True):
                 self._links[job.instance, job.incarnation, plan.target_rank] = Link(plan, staging_region)
 
@@ -47,7 +51,15 @@ class LinkBook:
         with self._lock:
             for key in [key for key in self._links if key[:2] == (instance, incarnation)]:
                 del self._links[key]
-            return self._regions.pop((instance, incarnation), ())
+            job = self._mapped.pop((instance, incarnation), None)
+            return tuple(region.region_id for region in job.regions) if job else ()
+
+    def manifests(self, instance: str, incarnation: int) -> tuple[tuple[Manifest, ...], Manifest]:
+        """(source manifests, own manifest) of a link whose restores are verified; raises ``LookupError``."""
+        job = self._mapped.get((instance, incarnation))
+        if job is None or job.target is None:
+            raise LookupError(f"{instance} incarnation {incarnation} is not linked for verification")
+        return job.sources, job.target
 
     def find(self, instance: str, incarnation: int, target_rank: int) -> Link:
         """The link with a peer; raises ``LookupError`` when it is not mapped."""
@@ -55,6 +67,28 @@ class LinkBook:
         if link is None:
             raise LookupError(f"{instance} incarnation {incarnation} is not linked (target rank {target_rank})")
         return link
+
+
+class RegionReader:
+    """Reads bytes of the own caches or of a peer's, through a scratch region that is made at the first read.
+
+    Its ``lock`` must be held: what a call returns is valid until the next one.
+    """
+
+    def __init__(self, data_plane: DataPlane, scratch_region: str) -> None:
+        self.lock = Lock()
+        self._data_plane = data_plane
+        self._scratch = scratch_region
+        self._scratch_bytes = 0
+
+    def __call__(self, region_id: str, offset_bytes: int, size_bytes: int) -> Bytes:
+        """``size_bytes`` at ``offset_bytes`` of a region."""
+        if size_bytes > self._scratch_bytes:
+            self._scratch = f"{self._scratch}+"  # a region cannot grow; sizes repeat, so this settles at once
+            self._scratch_bytes = size_bytes
+            self._data_plane.create_region(self._scratch, size_bytes)
+        self._data_plane.read(region_id, [Strided(offset_bytes, size_bytes)], self._scratch, [Strided(0, size_bytes)])
+        return np.frombuffer(self._data_plane.view(self._scratch), dtype=np.uint8)[:size_bytes].copy()
 
 
 class TransferExecutor:
@@ -67,12 +101,14 @@ class TransferExecutor:
         rank: int,
         *,
         threads: int,
+        scratch_region: str = "verify",
         synchronise: Synchronise = no_synchronisation,
     ) -> None:
         self._data_plane = data_plane
         self._book = book
         self._rank = rank
         self._synchronise = synchronise
+        self._reader = RegionReader(data_plane, scratch_region)
         self._pool = ThreadPoolExecutor(threads, "transfer") if threads else None
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
@@ -93,6 +129,8 @@ class TransferExecutor:
                 return self._write(job)
             case PullJob():
                 return self._pull(job)
+            case VerifyJob():
+                return self._verify(job)
             case MapPeer():
                 return self._map(job)
             case UnmapPeer():
@@ -116,6 +154,7 @@ class TransferExecutor:
             epoch=job.epoch,
             target_rank=job.target_rank,
             chunk_index=job.chunk_index,
+            part=job.part,
             layer_count=len(job.layers),
             bytes_written=moved,
             write_ms=_ms_since(began),
@@ -142,6 +181,25 @@ class TransferExecutor:
             pull_ms=_ms_since(began),
             error=error,
         )
+
+    def _verify(self, job: VerifyJob) -> VerifyDone:
+        compared, error = 0, ""
+        try:
+            sources, target = self._book.manifests(job.source_instance, job.source_incarnation)
+            with self._reader.lock:
+                compared = verify_restored(
+                    self._reader,
+                    sources,
+                    target,
+                    source_block_ids=job.source_block_ids,
+                    source_slot=job.source_slot,
+                    target_block_ids=job.target_block_ids,
+                    target_slot=job.target_slot,
+                    token_count=job.token_count,
+                )
+        except Exception as caught:
+            error = _text(caught)
+        return VerifyDone(request_id=job.request_id, epoch=job.epoch, bytes_compared=compared, error=error)
 
     def _map(self, job: MapPeer) -> PeerMapped:
         error = ""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from actors.runtime.machine import Job
 from actors.transfer.routes import TransferPlan
-from messages.layout import Namespace, RegionDescriptor
+from messages.layout import Manifest, Namespace, RegionDescriptor
 
 PieceKind = Literal["chunk", "conv", "draft", "target"]
 PullKind = Literal["ssm", "conv", "draft", "target"]
@@ -25,7 +25,8 @@ class CreateStaging(Job, frozen=True, kw_only=True):
 class MapPeer(Job, frozen=True, kw_only=True):
     """Map the regions of one incarnation of a peer and remember the plans with it. Result: ``PeerMapped``.
 
-    ``staging_region_ids`` names, plan by plan, the region that its windows lie in.
+    ``staging_region_ids`` names, plan by plan, the region that its windows lie in. ``sources`` and ``target`` are set
+    when restores are verified.
     """
 
     instance: str
@@ -33,6 +34,8 @@ class MapPeer(Job, frozen=True, kw_only=True):
     plans: tuple[TransferPlan, ...]
     staging_region_ids: tuple[str, ...]
     regions: tuple[RegionDescriptor, ...]
+    sources: tuple[Manifest, ...] = ()
+    target: Manifest | None = None
 
 
 class UnmapPeer(Job, frozen=True, kw_only=True):
@@ -51,6 +54,7 @@ class WriteJob(Job, frozen=True, kw_only=True):
     target_incarnation: int
     target_rank: int
     chunk_index: int
+    part: int  # counts the write jobs of this chunk and target
     layers: tuple[tuple[Namespace, int], ...]
     token_start: int
     token_count: int
@@ -98,3 +102,17 @@ class MergeJob(Job, frozen=True, kw_only=True):
     target_block_ids: tuple[int, ...]
     target_slot: int
     windows: tuple[tuple[int, int], ...]
+
+
+class VerifyJob(Job, frozen=True, kw_only=True):
+    """D: read every source of a restored request again and compare (``--verify-handoffs``). Result: ``VerifyDone``."""
+
+    request_id: str
+    epoch: int
+    source_instance: str
+    source_incarnation: int
+    source_block_ids: tuple[int, ...]
+    source_slot: int
+    target_block_ids: tuple[int, ...]
+    target_slot: int
+    token_count: int

@@ -249,6 +249,15 @@ class TransferPlan:
         """Bytes of recurrent state per request into this target rank."""
         return sum(route.row_bytes * route.target.live_rows for route in self.routes if not route.by_block)
 
+    def bytes_by_role(self, tokens: int) -> tuple[tuple[str, int], ...]:
+        """("target.KEY" and so on, bytes that a prompt of ``tokens`` moves into this target rank), in plan order."""
+        sums: dict[str, int] = {}
+        for route in self.routes:
+            name = f"{route.namespace}.{route.target.role}"
+            rows = tokens if route.by_block else route.target.live_rows
+            sums[name] = sums.get(name, 0) + rows * route.row_bytes
+        return tuple(sums.items())
+
     def request_bytes(self, tokens: int) -> int:
         """Bytes that a prompt of ``tokens`` moves into this target rank."""
         return tokens * self.token_bytes + self.slot_bytes

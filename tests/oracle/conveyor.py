@@ -98,6 +98,7 @@ class Conveyor:
                         target_incarnation=self.targets[0].incarnation,
                         target_rank=target,
                         chunk_index=chunk_index,
+                        part=0,
                         layers=((namespace, layer),),
                         token_start=start,
                         token_count=count,
