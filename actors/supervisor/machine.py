@@ -184,7 +184,7 @@ class SupervisorMachine:
         node.alive = False
         effects: list[Effect] = []
         if unit.state in _ALIVE and self._phase in (*_UP, *_DRAINING):
-            effects += self._fail(unit, f"{node.name} {describe_exit(message)}", fatal=False)
+            effects += self._fail(unit, f"{node.name} {describe_exit(message)}", message.fatal)
         if not unit.alive_nodes() and unit.state in (*_ALIVE, UnitState.FAILING):
             effects += self._bury(unit)
         return effects

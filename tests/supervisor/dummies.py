@@ -1,0 +1,79 @@
+"""Roles that do nothing but exist: real node processes for tests of the tree, without a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from actors.registry.actor import build as build_registry
+from actors.runtime.config import ConfigError
+from actors.runtime.context import ActorSpec, NodeContext
+from actors.runtime.machine import Effect, Send
+from actors.supervisor.units import Kind
+from messages.base import REGISTRY, SUPERVISOR, Message
+from messages.cluster import InstanceInfo, RegisterInstance
+from messages.lifecycle import Drain, Drained, NodeProgress
+
+URL = "http://127.0.0.1:1"
+HERE = "tests.supervisor.dummies"
+FACTORIES: dict[Kind, tuple[str, ...]] = {
+    "front": (f"{HERE}:build_front",),
+    "ctl": (f"{HERE}:build_control",),
+    "rank": (f"{HERE}:build_rank",),
+}
+
+
+class Dummy:
+    """Says what it is told to at its start; afterwards it only drains."""
+
+    def __init__(self, node: str, actor: str, first: tuple[Effect, ...] = ()) -> None:
+        self._node, self._actor, self._first = node, actor, first
+
+    def start(self, now_ns: int) -> list[Effect]:
+        return list(self._first)
+
+    def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
+        return [Send(sender, Drained(node=self._node, actor=self._actor))] if isinstance(message, Drain) else []
+
+    def status(
+        self, now_ns: int
+    ) -> tuple[tuple[tuple[str, float | int | str], ...], tuple[tuple[str, int, str, str, int], ...]]:
+        return (("pid", os.getpid()),), ()
+
+
+def build_front(context: NodeContext) -> tuple[ActorSpec, ...]:
+    context.ready_detail(URL)
+    return (*build_registry(context), ActorSpec("gateway", Dummy(context.config.node, "gateway")))
+
+
+def build_control(context: NodeContext) -> tuple[ActorSpec, ...]:
+    config = context.config
+    assert config.role
+    info = InstanceInfo(
+        instance=config.instance,
+        incarnation=config.incarnation,
+        role=config.role,
+        tp_size=config.tp_size,
+        max_model_len=100,
+        block_count=10,
+        slot_count=2,
+    )
+    register = Send(REGISTRY, RegisterInstance(info=info))
+    return (ActorSpec("scheduler", Dummy(config.node, "scheduler", (register,))),)
+
+
+def build_rank(context: NodeContext) -> tuple[ActorSpec, ...]:
+    config = context.config
+    context.data_plane.create_region(f"{config.node}.{config.incarnation}.caches", 4096)
+    progress = NodeProgress(node=config.node, incarnation=config.incarnation, what="weights", done=2, total=2)
+    return (ActorSpec("worker", Dummy(config.node, "worker", (Send(SUPERVISOR, progress),))),)
+
+
+def build_rank_that_refuses(context: NodeContext) -> tuple[ActorSpec, ...]:
+    raise ConfigError("staging_mb 1 holds no lease; raise staging_mb")
+
+
+def build_rank_that_crashes(context: NodeContext) -> tuple[ActorSpec, ...]:
+    with (Path(context.config.options.trace_dir) / "starts").open("a") as file:
+        file.write(f"{context.config.incarnation}\n")
+    os._exit(3)
