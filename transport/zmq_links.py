@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -47,6 +49,8 @@ class _Sockets:
         self.nodes: dict[object, str] = {}  # dealer → node
         self.monitors: dict[object, str] = {}  # monitor → node
         self.monitor_of: dict[str, zmq.Socket[bytes]] = {}
+        self._file: Path | None = None
+        self._file_inode = 0
 
     def bind(self, node: str) -> None:
         """Listen at this node's endpoint; raises ``zmq.ZMQError``."""
@@ -55,6 +59,9 @@ class _Sockets:
             self._authenticate()
         self._prepare(self.router)
         self.router.bind(endpoint)
+        if endpoint.startswith("ipc://"):
+            self._file = Path(endpoint.removeprefix("ipc://"))
+            self._file_inode = self._file.stat().st_ino
         self.poller.register(self.router, zmq.POLLIN)
 
     def _authenticate(self) -> None:
@@ -142,7 +149,15 @@ class _Sockets:
         if self.zap is not None:
             self.zap.close()
         self.router.close()
+        self._remove_file()
         self.context.term()
+
+    def _remove_file(self) -> None:
+        """ZeroMQ leaves the socket's file behind. It may be a successor's by now; then it stays."""
+        if self._file is not None:
+            with suppress(OSError):
+                if self._file.stat().st_ino == self._file_inode:
+                    self._file.unlink()
 
 
 class ZmqLinks:
