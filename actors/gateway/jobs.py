@@ -67,10 +67,12 @@ class DeliverRefusal(Job, frozen=True, kw_only=True):
 
 
 class PublishInstances(Job, frozen=True, kw_only=True):
-    """Which instances are alive now, as (name, role, max_model_len), and whether they can serve together."""
+    """Which instances are alive now, as (name, role, max_model_len); whether they can serve together, and how long a
+    sequence (prompt plus output) of theirs may be."""
 
     instances: tuple[tuple[str, str, int], ...]
     can_serve: bool
+    length_max: int
 
 
 class PublishLoad(Job, frozen=True, kw_only=True):

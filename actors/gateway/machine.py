@@ -317,7 +317,10 @@ class GatewayMachine:
         """Attempt again what a vanished instance held; place what waited for an instance."""
         live = sorted(self._router.instances.items())
         published = tuple((name, info.role, info.max_model_len) for name, info in live)
-        effects: list[Effect] = [Run(PublishInstances(instances=published, can_serve=self._router.can_serve()))]
+        job = PublishInstances(
+            instances=published, can_serve=self._router.can_serve(), length_max=self._router.length_max()
+        )
+        effects: list[Effect] = [Run(job)]
         for record in self._book.all():
             if record.state in ("prefill", "streaming", "closing"):
                 effects += self._check_holder(now_ns, record, what)
