@@ -7,7 +7,7 @@ compute. When all layers that the plan routes to that target have been written, 
 Flow control: chunk ``c`` of a staged lane may be written once the target said that chunk ``c - windows`` is merged;
 what becomes ready before that waits and is then written in one go. Lanes in place need no leave.
 
-States of a push (``TRANSITIONS``):
+States of a push (table in ``push.py``):
 
 * ``open``: layers are written as they come;
 * ``stopped``: a write failed or the target gave up. No write begins; those in flight end;
@@ -23,16 +23,15 @@ is sent at most once per chunk and lane, and only when every routed layer is wri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+from collections import OrderedDict
 
 from actors.runtime.machine import Effect, Note, Run, Send
-from actors.transfer.attempts import Attempt, Table, Tombstones
+from actors.transfer.attempts import Attempt, Tombstones
 from actors.transfer.jobs import WriteJob
 from actors.transfer.links import LinkTable, PeerLink
+from actors.transfer.push import Chunk, Lane, Layer, Push, PushEvent, PushState
 from actors.transfer.routes import TransferPlan
 from messages.base import rank_address
-from messages.layout import Namespace
 from messages.transfer import (
     AbortPush,
     ChunkArrived,
@@ -45,110 +44,8 @@ from messages.transfer import (
     WriteDone,
 )
 
-Layer = tuple[Namespace, int]
-
-
-class PushState(Enum):
-    """Where a push stands."""
-
-    OPEN = "open"
-    STOPPED = "stopped"
-    CLOSING = "closing"
-
-
-class PushEvent(Enum):
-    """What can happen to a push."""
-
-    WRITE_FAILED = "write failed"
-    ABORTED = "aborted"
-    CLOSED = "closed"
-    PEER_LOST = "peer lost"
-
-
-TRANSITIONS = Table(
-    {
-        (PushState.OPEN, PushEvent.WRITE_FAILED): PushState.STOPPED,
-        (PushState.OPEN, PushEvent.ABORTED): PushState.STOPPED,
-        (PushState.OPEN, PushEvent.CLOSED): PushState.CLOSING,
-        (PushState.OPEN, PushEvent.PEER_LOST): PushState.CLOSING,
-        (PushState.STOPPED, PushEvent.WRITE_FAILED): PushState.STOPPED,
-        (PushState.STOPPED, PushEvent.ABORTED): PushState.STOPPED,
-        (PushState.STOPPED, PushEvent.CLOSED): PushState.CLOSING,
-        (PushState.STOPPED, PushEvent.PEER_LOST): PushState.CLOSING,
-        (PushState.CLOSING, PushEvent.WRITE_FAILED): PushState.CLOSING,
-        (PushState.CLOSING, PushEvent.ABORTED): PushState.CLOSING,
-        (PushState.CLOSING, PushEvent.CLOSED): PushState.CLOSING,
-        (PushState.CLOSING, PushEvent.PEER_LOST): PushState.CLOSING,
-    }
-)
-"""The life of a push; one that is closing is forgotten with its last write."""
-
-
-@dataclass
-class Chunk:
-    """One chunk on one lane."""
-
-    token_start: int
-    token_count: int
-    ready: list[Layer] = field(default_factory=list)  # computed, not yet being written
-    seen: set[Layer] = field(default_factory=set)
-    parts: int = 0  # write jobs begun
-    in_flight: set[int] = field(default_factory=set)  # parts being written
-    closed: bool = False  # the worker's last layer of this chunk was seen
-    with_draft: bool = False  # … and it was a draft layer
-    arrived: bool = False
-    bytes_written: int = 0
-    began_ns: int = 0
-
-
-@dataclass
-class Lane:
-    """What one push sends to one target rank."""
-
-    target_rank: int
-    plan: TransferPlan
-    generation: int
-    windows: tuple[int, ...]  # offsets in the target's staging region; empty when every route is in place
-    layers: frozenset[Layer]  # the layers that the plan routes from this rank
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    merged: set[int] = field(default_factory=set)
-    in_flight: int = 0
-    abort_asked_by: str = ""
-
-    def may_write(self, chunk_index: int) -> bool:
-        """Whether the chunk's window is free."""
-        count = len(self.windows)
-        return not count or chunk_index < count or chunk_index - count in self.merged
-
-    def window_index(self, chunk_index: int) -> int:
-        """The window that a chunk uses, -1 in place."""
-        return chunk_index % len(self.windows) if self.windows else -1
-
-
-@dataclass
-class Push:
-    """One request attempt toward one decode instance."""
-
-    opened: OpenPush
-    engine: str
-    opened_ns: int
-    link: PeerLink
-    lanes: dict[int, Lane]
-    state: PushState = PushState.OPEN
-
-    @property
-    def attempt(self) -> Attempt:
-        """(request id, epoch)."""
-        return self.opened.request_id, self.opened.epoch
-
-    @property
-    def in_flight(self) -> int:
-        """Write jobs that have not ended."""
-        return sum(lane.in_flight for lane in self.lanes.values())
-
-    def advance(self, event: PushEvent) -> None:
-        """Move on along the table."""
-        self.state = TRANSITIONS.after(self.state, event, f"push of {self.opened.request_id}")
+EARLY_ATTEMPTS_MAX = 64
+"""Attempts whose layers may become ready before their ``OpenPush`` arrives; of more, the oldest are forgotten."""
 
 
 class SourceMachine:
@@ -160,6 +57,7 @@ class SourceMachine:
         self._incarnation = incarnation
         self._links = links
         self._ended = Tombstones()
+        self._early: OrderedDict[Attempt, list[LayerReady]] = OrderedDict()
         self.pushes: dict[Attempt, Push] = {}
         self.late_count = 0
         self.bytes_written = 0
@@ -188,11 +86,16 @@ class SourceMachine:
         effects: list[Effect] = []
         for lane in push.lanes.values():
             effects += self._push_what_is_ready(now_ns, push, lane)
+        for early in self._early.pop(attempt, ()):
+            effects += self.on_layer_ready(now_ns, early)
         return effects
 
     def on_layer_ready(self, now_ns: int, message: LayerReady) -> list[Effect]:
         """Write one layer of one chunk to every target rank that the plan routes it to."""
-        push = self.pushes.get((message.request_id, message.epoch))
+        attempt = (message.request_id, message.epoch)
+        push = self.pushes.get(attempt)
+        if push is None and attempt not in self._ended:
+            return self._keep_early(attempt, message)
         if push is None or push.state is not PushState.OPEN:
             return self._late("LayerReady")
         layer: Layer = (message.namespace, message.layer)
@@ -256,6 +159,7 @@ class SourceMachine:
         push = self.pushes.get(attempt)
         if push is None:
             self._ended.add(attempt)
+            self._early.pop(attempt, None)
             return [self._drained(attempt, sender)]
         push.advance(PushEvent.ABORTED)
         lane = push.lanes.get(message.target_rank)
@@ -268,6 +172,7 @@ class SourceMachine:
         """The hand-off is over."""
         attempt = (message.request_id, message.epoch)
         self._ended.add(attempt)
+        self._early.pop(attempt, None)
         push = self.pushes.get(attempt)
         if push is not None:
             push.advance(PushEvent.CLOSED)
@@ -282,6 +187,13 @@ class SourceMachine:
         return []
 
     # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _keep_early(self, attempt: Attempt, message: LayerReady) -> list[Effect]:
+        """The worker was faster than ``OpenPush``: keep what it said."""
+        self._early.setdefault(attempt, []).append(message)
+        while len(self._early) > EARLY_ATTEMPTS_MAX:
+            self._early.popitem(last=False)
+        return []
 
     def _lane(self, message: OpenPush, rank: int, plan: TransferPlan) -> Lane | None:
         """The lane to one target rank; None when the plan stages and the lease has no windows for this rank."""
