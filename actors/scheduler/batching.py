@@ -265,8 +265,8 @@ class Batcher:
     def _leave(self, sequence: Sequence) -> None:
         """Out of the core. Memory of a prefill-only sequence stays: it is what the hand-off moves."""
         self._running.remove(sequence)
-        self.close(sequence)
         if not sequence.prefill_only:
+            self.close(sequence)
             self.release(sequence)
 
 

@@ -33,11 +33,13 @@ from enum import Enum
 from actors.runtime.machine import Effect, StatusRequests, StatusValues
 from actors.scheduler.batching import Batcher
 from actors.scheduler.blocks import CachePool
+from actors.scheduler.decode_side import DecodeSide
 from actors.scheduler.intake import Intake
 from actors.scheduler.local_side import LocalSide
 from actors.scheduler.membership import Membership
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import Peer, Peers
+from actors.scheduler.prefill_side import PrefillSide
 from actors.scheduler.report import fail_request
 from actors.scheduler.settings import Capacity, SchedulerSettings
 from actors.scheduler.side import Side
@@ -179,9 +181,9 @@ class SchedulerMachine:
             case "MIX":
                 return LocalSide(settings.instance, Intake(settings, capacity, out), batcher, out)
             case "PREFILL":
-                raise NotImplementedError
+                return PrefillSide(settings, Intake(settings, capacity, out), pool, batcher, self.peers, out)
             case "DECODE":
-                raise NotImplementedError
+                return DecodeSide(settings, capacity, pool, batcher, self.peers, out)
 
     def _on_batch_result(self, now_ns: int, message: BatchResult) -> None:
         if self.batcher is None or self.side is None:
