@@ -159,6 +159,7 @@ class SimulatedTransferExecutor:
                     epoch=job.epoch,
                     target_rank=job.target_rank,
                     chunk_index=job.chunk_index,
+                    part=job.part,
                     layer_count=len(job.layers),
                     bytes_written=moved,
                     write_ms=take_ms,

@@ -1,13 +1,14 @@
 """Memory of a simulated cluster: registered regions, and copies between them, piece by piece in virtual time.
 
-A region is plain bytes under its id. One-sided access is what makes the data plane dangerous: a region can be written
-by a peer at any time, and a dead process's memory can still be written by those who mapped it. So regions outlive their
-processes here until the supervisor has cleaned up after them.
+A region is anonymous memory under its id; pages that are never touched cost nothing. One-sided access is what makes the
+data plane dangerous: a region can be written by a peer at any time, and a dead process's memory can still be written by
+those who mapped it. So regions outlive their processes here until the supervisor has cleaned up after them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from mmap import mmap
 
 from messages.layout import RegionDescriptor
 from transport.dataplane import DataPlaneError, Strided
@@ -21,16 +22,16 @@ class Memory:
     """All regions of a cluster, by region id (which names node and incarnation)."""
 
     def __init__(self) -> None:
-        self._regions: dict[str, bytearray] = {}
+        self._regions: dict[str, mmap] = {}
 
     def create(self, region_id: str, size_bytes: int) -> RegionDescriptor:
-        """A new region of zeros. Pages that are never touched cost nothing."""
+        """A new region of zeros."""
         if region_id in self._regions:
             raise DataPlaneError(f"region {region_id} exists")
-        self._regions[region_id] = bytearray(size_bytes)
+        self._regions[region_id] = mmap(-1, size_bytes)
         return RegionDescriptor(region_id=region_id, size_bytes=size_bytes, backend="simulated", location=region_id)
 
-    def region(self, region_id: str) -> bytearray:
+    def region(self, region_id: str) -> mmap:
         """The bytes of a region; raises ``DataPlaneError`` when it is gone."""
         region = self._regions.get(region_id)
         if region is None:
@@ -53,7 +54,7 @@ class NodeMemory:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._mapped: dict[str, bytearray] = {}
+        self._mapped: dict[str, mmap] = {}
 
     def create_region(self, region_id: str, size_bytes: int) -> RegionDescriptor:
         """Register a region of this node."""
@@ -61,7 +62,7 @@ class NodeMemory:
         self._mapped[region_id] = self._memory.region(region_id)
         return descriptor
 
-    def view(self, region_id: str) -> bytearray:
+    def view(self, region_id: str) -> mmap:
         """The bytes of a region of this node, or of one that it has mapped."""
         region = self._mapped.get(region_id)
         if region is None:
@@ -89,13 +90,13 @@ class NodeMemory:
         return moved
 
 
-def _check(region: bytearray, piece: Strided) -> None:
+def _check(region: mmap, piece: Strided) -> None:
     end = piece.offset + (piece.count - 1) * piece.stride_bytes + piece.run_bytes
     if piece.offset < 0 or end > len(region):
         raise Violation(f"I3: {piece} ends outside a region of {len(region)} bytes")
 
 
-def _copy_equal(from_: bytearray, left: Strided, to: bytearray, right: Strided) -> int:
+def _copy_equal(from_: mmap, left: Strided, to: mmap, right: Strided) -> int:
     _check(from_, left)
     _check(to, right)
     size, read, write = left.run_bytes, left.offset, right.offset
@@ -106,7 +107,7 @@ def _copy_equal(from_: bytearray, left: Strided, to: bytearray, right: Strided) 
     return size * left.count
 
 
-def _copy_unequal(from_: bytearray, left: Strided, to: bytearray, right: Strided) -> int:
+def _copy_unequal(from_: mmap, left: Strided, to: mmap, right: Strided) -> int:
     _check(from_, left)
     _check(to, right)
     data = b"".join(

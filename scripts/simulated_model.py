@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from mmap import mmap
 from typing import Final
 from zlib import crc32
 
@@ -98,7 +99,7 @@ def _unit_bases(spans: tuple[tuple[str, int, int, int], ...], row_units: int, la
 class TagTensor:
     """One cache tensor of one rank, over its region."""
 
-    def __init__(self, layout: TensorLayout, region: bytearray) -> None:
+    def __init__(self, layout: TensorLayout, region: mmap) -> None:
         self.layout = layout
         self.region = region
         spans = tuple((span.axis, span.start, span.length, span.offset) for span in layout.spans)
@@ -106,49 +107,61 @@ class TagTensor:
             spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft"
         )
         self._conv = layout.role == "CONV"
-        self._rows: dict[tuple[int, int], bytes] = {}
+        self._stride = layout.row_units * layout.unit_bytes
+        self._rows: dict[int, bytearray] = {}  # request → its rows from position 0 on, as far as they were needed
 
-    def row(self, number: int, position: int) -> bytes:
-        """The bytes of one row that belongs to request ``number`` and token ``position`` (negative: zeros)."""
-        if position < 0:
-            return bytes(self.layout.row_units * self.layout.unit_bytes)
-        key = (number, position)
-        found = self._rows.get(key)
-        if found is None:
-            if self._conv:
-                tag = (number & 0xFFF) << 10 | position & 0x3FF
-                found = array("I", [base | tag for base in self._bases]).tobytes()
-            else:
-                tag = number << 40 | position
-                found = array("Q", [base | tag for base in self._bases]).tobytes()
-            self._rows[key] = found
-        return found
+    def row(self, number: int, position: int, flag: int = 0) -> bytes:
+        """The bytes of one row that belongs to request ``number`` and token ``position``."""
+        if self._conv:
+            tag = (number & 0xFFF) << 10 | position & 0x3FF
+            return array("I", [base | tag for base in self._bases]).tobytes()
+        tag = number << 40 | position | flag
+        return array("Q", [base | tag for base in self._bases]).tobytes()
 
     def rows(self, number: int, begin: int, end: int) -> bytes:
-        """Rows of several positions, one behind the other."""
-        return b"".join([self.row(number, position) for position in range(begin, end)])
+        """Rows of positions ``[begin, end)`` one behind the other; before position 0 there are zeros."""
+        if begin < 0:
+            return bytes(-begin * self._stride) + self.rows(number, 0, end)
+        known = self._rows.get(number)
+        if known is None:
+            known = self._rows[number] = bytearray()
+        for position in range(len(known) // self._stride, end):
+            known += self.row(number, position)
+        return bytes(known[begin * self._stride : end * self._stride])
 
     def _address(self, blocks: Sequence[int], position: int) -> int:
         layout = self.layout
         size = layout.rows_per_resource
-        block = blocks[position // size]
-        return layout.base_bytes + block * layout.resource_stride_bytes + position % size * layout.row_stride_bytes
+        return (
+            layout.base_bytes
+            + blocks[position // size] * layout.resource_stride_bytes
+            + position % size * layout.row_stride_bytes
+        )
 
-    def write(self, number: int, blocks: Sequence[int], begin: int, end: int, flag: int = 0) -> None:
-        """Write the rows of positions ``[begin, end)``; ``flag`` marks rejected drafts."""
+    def write(self, number: int, blocks: Sequence[int], begin: int, end: int) -> None:
+        """Write the rows of positions ``[begin, end)``."""
+        size = self.layout.rows_per_resource
+        while begin < end:
+            last = min(end, (begin // size + 1) * size)
+            at = self._address(blocks, begin)
+            self.region[at : at + (last - begin) * self._stride] = self.rows(number, begin, last)
+            begin = last
+
+    def spoil(self, number: int, blocks: Sequence[int], begin: int, end: int) -> None:
+        """Write rows of rejected drafts, which nobody may read."""
         for position in range(begin, end):
             at = self._address(blocks, position)
-            row = self.row(number, position | flag)
-            self.region[at : at + len(row)] = row
+            self.region[at : at + self._stride] = self.row(number, position, DRAFT_FLAG)
 
     def check(self, number: int, blocks: Sequence[int], end: int) -> str:
         """Why the rows of positions ``[0, end)`` are not all this request's; "" when they are."""
-        layout = self.layout
-        size, stride = layout.rows_per_resource, layout.row_stride_bytes
+        layout, region = self.layout, self.region
+        size, stride = layout.rows_per_resource, self._stride
+        expected = self.rows(number, 0, end)
         for first in range(0, end, size):
             last = min(end, first + size)
             at = layout.base_bytes + blocks[first // size] * layout.resource_stride_bytes
-            if self.region[at : at + (last - first) * stride] != self.rows(number, first, last):
+            if region[at : at + (last - first) * stride] != expected[first * stride : last * stride]:
                 return self._explain(number, blocks, first, last)
         return ""
 
@@ -192,16 +205,11 @@ class TagTensor:
         if self._conv:
             window = self.layout.live_rows
             first = end - window if is_prefill else start - window + 1
-            for index, position in enumerate(range(first, end)):
-                at = self._slot(slot, index)
-                row = self.row(number, position)
-                self.region[at : at + len(row)] = row
-            return
-        counts = [end] if is_prefill else range(start + 1, end + 1)
-        for index, count in enumerate(counts):
-            at = self._slot(slot, index)
-            row = self.row(number, count)
-            self.region[at : at + len(row)] = row
+            rows = self.rows(number, first, end)
+        else:
+            rows = self.rows(number, end if is_prefill else start + 1, end + 1)
+        at = self._slot(slot, 0)
+        self.region[at : at + len(rows)] = rows
 
     def check_state(self, number: int, slot: int, live: int, computed: int) -> str:
         """Why checkpoint ``live`` is not this request's state after ``computed`` tokens; "" when it is."""
@@ -209,7 +217,7 @@ class TagTensor:
             window = self.layout.live_rows
             expected = self.rows(number, computed - window, computed)
         else:
-            expected = self.row(number, computed)
+            expected = self.rows(number, computed, computed + 1)
         at = self._slot(slot, live)
         found = bytes(self.region[at : at + len(expected)])
         if found == expected:
@@ -233,7 +241,7 @@ class _Open:
 class TagRunner:
     """One rank: executes the command stream over tagged caches. The same decisions as the real runner's."""
 
-    def __init__(self, where: str, tensors: Sequence[TensorLayout], region: bytearray, speculative_tokens: int) -> None:
+    def __init__(self, where: str, tensors: Sequence[TensorLayout], region: mmap, speculative_tokens: int) -> None:
         self._where = where
         views = [TagTensor(layout, region) for layout in tensors]
         self._blocks = [
@@ -322,7 +330,7 @@ class TagRunner:
         end = row.start + 1 + accepted
         for tensor in (*self._blocks, *self._drafts):
             tensor.write(sequence.number, row.block_ids, row.start, end)
-            tensor.write(sequence.number, row.block_ids, end, row.start + 1 + drafts, DRAFT_FLAG)
+            tensor.spoil(sequence.number, row.block_ids, end, row.start + 1 + drafts)
         for tensor in self._slots:
             tensor.write_state(sequence.number, sequence.start.slot, row.start, 1 + drafts, False)
         sequence.computed, sequence.live = end, accepted

@@ -64,6 +64,11 @@ class ClusterInjector:
         """A life of ``node`` begins; rules ``after_ms`` count from here. Called for every life, before it speaks."""
         self._of(node)
 
+    def heal(self) -> None:
+        """No rule strikes any more."""
+        self._plan = FaultPlan()
+        self._lives.clear()
+
     def _of(self, node: str) -> tuple[int, NodeInjector, SimulatedActions] | None:
         assert self._simulation is not None
         life = self._simulation.nodes.get(node)

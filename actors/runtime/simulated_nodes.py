@@ -11,6 +11,7 @@ from actors.runtime.faults import FaultRecorder
 from actors.runtime.hooks import Recorder
 from actors.runtime.machine import Machine, Note
 from messages.base import Message
+from transport.dataplane import DataPlane
 
 if TYPE_CHECKING:
     from actors.runtime.simulation import Simulation
@@ -81,6 +82,14 @@ class SimulatedContext:
         self.node = node
         self.config = node.config
         self.closers: list[Callable[[], None]] = []
+
+    @property
+    def data_plane(self) -> DataPlane:
+        """Simulated roles have memory of their own (``scripts/simulated_memory.py``)."""
+        raise NotImplementedError("a simulated node has no data plane")
+
+    def ready_detail(self, text: str) -> None:
+        """Nobody reads it here."""
 
     def post(self, sender_actor: str, to: str, message: Message) -> None:
         """Send as local actor ``sender_actor``."""

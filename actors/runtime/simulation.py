@@ -219,11 +219,17 @@ class Simulation:
         if both:
             self.links.block(second, first, hold=hold)
 
+    def mend(self, first: str, second: str) -> None:
+        """Mend the links between two nodes, both ways; what was held back arrives now."""
+        for source, target in ((first, second), (second, first)):
+            for sender, frame in self.links.unblock(source, target):
+                if sender.alive:
+                    self._dispatch(sender, target, frame)
+
     def heal(self) -> None:
         """Mend every link, stop random faults, let every stalled or slow node run freely."""
         for source, target in self.links.blocked():
-            for sender, frame in self.links.unblock(source, target):
-                self._dispatch(sender, target, frame)
+            self.mend(source, target)
         old = self.links.settings
         self.links.change(LinkSettings(latency_us=old.latency_us, local_us=old.local_us, detect_ms=old.detect_ms))
         for node in self.nodes.values():
@@ -419,7 +425,7 @@ class Simulation:
         except Exception as error:
             raise SimulationError(
                 f"seed {self.seed}, step {self.step_count}, {self.now_ns} ns: {actor.address} raised"
-                f" {type(error).__name__}: {error} at {envelope.message!r} from {envelope.sender}"
+                f" {type(error).__name__}: {error} at {repr(envelope.message)[:600]} from {envelope.sender}"
             ) from error
         self.step_count += 1
         if effects:

@@ -1,0 +1,207 @@
+"""The invariants of the protocol, checked while a simulated cluster runs. Checks read the machines' own books.
+
+After every step only what that step could have changed is looked at, so checking costs about as much as handling.
+I1, I6 and I7 for clients are in ``simulated_client.py``, I2 and I6 for caches in ``simulated_model.py``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from actors.runtime.machine import Effect, Job
+from actors.runtime.simulated_nodes import SimulatedActor, SimulatedNode
+from actors.scheduler.blocks import CachePool, OwnershipError
+from actors.scheduler.machine import SchedulerMachine
+from actors.transfer.jobs import MergeJob, PullJob, WriteJob
+from actors.transfer.machine import TransferMachine
+from actors.transfer.staging_machine import StagingMachine
+from messages.base import control_address, instance_of, rank_address
+from messages.batch import ExecuteBatch
+from messages.envelope import Envelope
+from scripts.simulated_cluster import SimulatedCluster
+from scripts.simulated_memory import Violation
+
+
+class Checks:
+    """Attach with ``cluster.checks = Checks(cluster)`` before the cluster begins."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        cluster.checks = self
+        cluster.simulation.on_step = self.on_step
+        self._schedulers: dict[str, SchedulerMachine] = {}  # instance → its live scheduler
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def on_start(self, node: SimulatedNode) -> None:
+        """A life of a node began."""
+        actor = node.actors.get("scheduler")
+        if actor is not None:
+            assert isinstance(actor.machine, SchedulerMachine)
+            self._schedulers[node.config.instance] = actor.machine
+
+    def on_step(self, actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
+        """An actor handled a message (I3)."""
+        if actor.name == "scheduler":
+            pool = self._schedulers[actor.node.config.instance].pool
+            if pool is not None:
+                try:
+                    pool.check()
+                except OwnershipError as error:
+                    raise Violation(f"I3: {actor.address} after {type(envelope.message).__name__}: {error}") from error
+        elif actor.name == "staging":
+            assert isinstance(actor.machine, StagingMachine)
+            self._check_leases(actor.address, actor.machine)
+
+    def on_execute(self, node: str, batch: ExecuteBatch) -> None:
+        """A rank begins a step: every row runs in memory that its request owns (I3)."""
+        pool = self._pool(instance_of(node), batch.incarnation)
+        if pool is None:
+            return
+        for row in batch.rows:
+            for block in row.block_ids:
+                owner = pool.blocks.owner_of(block)
+                if owner is None or owner[0] != row.request_id:
+                    raise Violation(f"I3: {node} runs {row.request_id} in block {block}, which is {_whose(owner)}")
+
+    def on_copy(self, node: str, job: Job) -> None:
+        """Bytes of a job are about to move: both ends are owned by the job's request, at this moment (I3)."""
+        match job:
+            case WriteJob():
+                self._check_target(
+                    node, job, job.target_instance, job.target_incarnation, job.target_rank, job.window_offset < 0
+                )
+                if job.window_offset >= 0:
+                    self._check_window(node, job, job.target_instance, job.target_rank, job.window_offset)
+                self._check_source(node, job, instance_of(node), -1, job.source_block_ids, -1)
+            case PullJob():
+                instance, incarnation = self._own(node)
+                self._check_target(node, job, instance, incarnation, -1, job.window_offset < 0)
+                self._check_source(
+                    node, job, job.source_instance, job.source_incarnation, job.source_block_ids, job.source_slot
+                )
+            case MergeJob():
+                instance, incarnation = self._own(node)
+                self._check_target(node, job, instance, incarnation, -1, True)
+            case _:
+                pass
+
+    def at_rest(self) -> str:
+        """What is not free although nothing is in flight (I4); "" when everything is."""
+        cluster = self._cluster
+        for node in cluster.simulation.nodes.values():
+            if not node.alive:
+                continue
+            for actor in node.actors.values():
+                why = _leftover(actor)
+                if why:
+                    return f"{actor.address}: {why}"
+        return ""
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _own(self, node: str) -> tuple[str, int]:
+        return instance_of(node), self._cluster.simulation.nodes[node].incarnation
+
+    def _pool(self, instance: str, incarnation: int) -> CachePool | None:
+        """The books of that life of an instance; None when its scheduler is dead or of another life."""
+        actor = self._cluster.actor(control_address(instance, "scheduler"))
+        if actor is None or (incarnation >= 0 and actor.node.incarnation != incarnation):
+            return None
+        return self._schedulers[instance].pool
+
+    def _check_target(
+        self,
+        node: str,
+        job: WriteJob | PullJob | MergeJob,
+        instance: str,
+        incarnation: int,
+        rank: int,
+        in_place: bool,
+    ) -> None:
+        """The attempt's blocks are its own when bytes go straight into them."""
+        pool = self._pool(instance, incarnation)
+        if pool is None or not in_place:
+            return
+        attempt = (job.request_id, job.epoch)
+        for block in job.target_block_ids:
+            owner = pool.blocks.owner_of(block)
+            if owner != attempt:
+                kind = type(job).__name__
+                raise Violation(f"I3: {kind} of {attempt} on {node}: block {block} of {instance} is {_whose(owner)}")
+
+    def _check_source(
+        self,
+        node: str,
+        job: WriteJob | PullJob,
+        instance: str,
+        incarnation: int,
+        blocks: tuple[int, ...],
+        slot: int,
+    ) -> None:
+        pool = self._pool(instance, incarnation)
+        if pool is None:
+            return
+        owners = [("block", block, pool.blocks.owner_of(block)) for block in blocks]
+        if slot >= 0:
+            owners.append(("slot", slot, pool.slots.owner_of(slot)))
+        for what, index, owner in owners:
+            if owner is None or owner[0] != job.request_id:
+                kind = type(job).__name__
+                raise Violation(
+                    f"I3: {kind} of {job.request_id} epoch {job.epoch} on {node} reads {what} {index} of {instance},"
+                    f" which is {_whose(owner)}"
+                )
+
+    def _check_window(self, node: str, job: WriteJob, instance: str, rank: int, offset: int) -> None:
+        actor = self._cluster.actor(rank_address(instance, rank, "staging"))
+        if actor is None or actor.node.incarnation != job.target_incarnation:
+            return
+        assert isinstance(actor.machine, StagingMachine)
+        lease = actor.machine._leases.get((job.request_id, job.epoch))
+        windows = [
+            window.offset_bytes
+            for source in (lease.granted.sources if lease is not None else ())
+            for window in source.windows
+        ]
+        if offset not in windows:
+            raise Violation(
+                f"I3: {node} writes chunk {job.chunk_index} of {job.request_id} epoch {job.epoch} to byte {offset} of"
+                f" the staging of {instance}.r{rank}, which is not in a lease of that attempt"
+            )
+
+    @staticmethod
+    def _check_leases(address: str, machine: StagingMachine) -> None:
+        taken = sorted(machine._space._taken.items())
+        for (first, size), (second, _) in pairwise(taken):
+            if first + size > second:
+                raise Violation(f"I3: {address} granted bytes {second}… twice")
+        if {lease.offset_bytes for lease in machine._leases.values()} != {offset for offset, _ in taken}:
+            raise Violation(f"I3: {address}: its leases and its space disagree")
+
+
+def _whose(owner: tuple[str, int] | None) -> str:
+    return "free" if owner is None else f"owned by {owner[0]} epoch {owner[1]}"
+
+
+def _leftover(actor: SimulatedActor) -> str:
+    machine = actor.machine
+    if isinstance(machine, SchedulerMachine):
+        if machine.pool is not None and machine.pool.holdings:
+            owner, holding = next(iter(machine.pool.holdings.items()))
+            pins = sorted(map(str, holding.pins))
+            return f"{owner} still holds blocks {holding.blocks} (released: {holding.released}, pins: {pins})"
+        if machine.side is not None and machine.side.live_count:
+            return f"{machine.side.live_count} requests are live: {machine.side.status()[:2]}"
+    elif isinstance(machine, StagingMachine):
+        if machine._leases:
+            return f"leases of {sorted(machine._leases)}"
+    elif isinstance(machine, TransferMachine):
+        _, requests = machine.status(0)
+        if requests:
+            return f"attempts {requests[:3]}"
+    elif actor.name in ("gateway", "engine"):
+        _, requests = machine.status(0)
+        if requests:
+            return f"requests {requests[:3]}"
+    return ""
