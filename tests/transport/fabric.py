@@ -106,14 +106,16 @@ class Fabric:
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-"))
         self.keys: RunKeys | None = make_keys() if kind == "tcp" else None
         self.ports: dict[str, int] = {}
+        self.lock = threading.Lock()
         self.nodes: list[TestNode] = []
 
     def endpoint_of(self, node: str) -> str:
         if self.kind == "ipc":
             return f"ipc://{self.folder}/{node}.sock"
-        if node not in self.ports:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.ports[node] = free.getsockname()[1]
+        with self.lock:  # asked for by several links' threads
+            if node not in self.ports:
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    self.ports[node] = free.getsockname()[1]
         return f"tcp://127.0.0.1:{self.ports[node]}"
 
     def node(
