@@ -227,6 +227,7 @@ class SchedulerMachine:
             if batch is not None and batcher.step is not None:
                 side.on_step_started(now_ns, batcher.step)
                 self.out.send(self.settings.engine, batch)
+                side.before_step(now_ns)  # what began makes room in the window
         if self._drain_to and (side is None or not side.live_count):
             self._say_drained()
 

@@ -180,6 +180,8 @@ class PrefillSide:
         """Take back the youngest offline request that is offered but has not begun; False when there is none."""
         for request in reversed(self._requests.values()):
             if not request.is_online and request.state in (S.OFFERING, S.ACCEPTED):
+                if request.offer is not None:
+                    request.asked.discard(request.offer.instance)  # it did not refuse
                 self._ask_back(request, "an online request needs the room")
                 self._let_go(request)
                 self._move(now_ns, request, E.WITHDRAW)
