@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import signal
 import time
 from functools import partial
@@ -31,12 +30,11 @@ from actors.supervisor.topology import CheckTp, Topology, parse_topology
 from actors.supervisor.units import FACTORIES, Kind, TreePlan
 from actors.worker.model.config import check_tp, load_config
 from messages.base import SUPERVISOR, Message, actor_of, node_of
-from messages.lifecycle import NodeProgress, StatusReport, StatusRequest, Stop, TreeEnded, TreeReady
+from messages.lifecycle import NodeProgress, Stop, TreeEnded, TreeReady
 from scripts.models import resolve_model
+from scripts.observe import Observer
 from scripts.start_display import StartDisplay
 from transport.keys import FILE_NAME, make_keys, write_keys
-
-STATUS_TIMEOUT_S = 5.0
 
 
 class ClusterError(RuntimeError):
@@ -176,49 +174,16 @@ class Cluster:
 
     # -- looking and breaking ----------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """The tree as the supervisor sees it: ``phase``, ``url``, …, ``units`` by name and ``nodes`` by name."""
-        report = self.report(SUPERVISOR)
-        status: dict[str, Any] = {"units": {}, "nodes": {}}
-        for key, value in report.values:
-            kind, _, rest = key.partition(".")
-            if kind in ("unit", "node") and rest:
-                name, _, figure = rest.rpartition(".")
-                status[kind + "s"].setdefault(name, {})[figure] = value
-            else:
-                status[key] = value
-        return status
-
-    def report(self, address: str, timeout_s: float = STATUS_TIMEOUT_S) -> StatusReport:
-        """One actor's own status. Raises ``ClusterError`` when it does not answer in time."""
-        reports = self.reports([address], timeout_s)
-        if not reports:
-            raise ClusterError(f"{address} did not answer within {timeout_s:g} s")
-        return reports[0]
-
-    def reports(self, addresses: list[str], timeout_s: float = STATUS_TIMEOUT_S) -> list[StatusReport]:
-        """Status of several actors; those that do not answer in time are missing."""
-        node = self._node
-        if node is None:
+    @property
+    def observer(self) -> Observer:
+        """Asks actors how they are. Raises ``ClusterError`` while nothing runs."""
+        if self._node is None:
             raise ClusterError("the cluster is not running")
-        tag = secrets.token_hex(4)
+        return Observer(self._node, self._console)
 
-        def ask() -> None:
-            for address in addresses:
-                node.post(actor_of(CONSOLE), address, StatusRequest(reply_to=CONSOLE, tag=tag))
-
-        return self._console.gather(tag, len(addresses), ask, timeout_s)
-
-    def addresses(self) -> list[str]:
-        """Every actor of the cluster, by the roles' own names."""
-        ranks = [f"{plan.name}.r{rank}" for plan in self.topology.instances for rank in range(plan.tp_size)]
-        controls = [f"{plan.name}.ctl" for plan in self.topology.instances]
-        return [
-            "front/gateway",
-            "front/registry",
-            *(f"{node}/{actor}" for node in controls for actor in ("scheduler", "engine")),
-            *(f"{node}/{actor}" for node in ranks for actor in ("worker", "transfer")),
-        ]
+    def status(self) -> dict[str, Any]:
+        """See ``Observer.status``."""
+        return self.observer.status()
 
     def pid(self, node: str) -> int:
         """Process id of a node's current life."""

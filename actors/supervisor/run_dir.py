@@ -77,6 +77,21 @@ def make_run_dir(configured: str = "") -> RunDir:
     return RunDir(path, run_id, lock)
 
 
+def is_alive(path: Path) -> bool:
+    """Whether a living supervisor owns the run directory ``path``."""
+    try:
+        lock = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def clean_dead_runs(parent: Path | None = None) -> list[str]:
     """Remove directories and segments of runs whose supervisor is dead; returns the directories removed."""
     parent = parent or Path(tempfile.gettempdir())

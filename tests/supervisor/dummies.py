@@ -59,14 +59,21 @@ def build_control(context: NodeContext) -> tuple[ActorSpec, ...]:
         slot_count=2,
     )
     register = Send(REGISTRY, RegisterInstance(info=info))
-    return (ActorSpec("scheduler", Dummy(config.node, "scheduler", (register,))),)
+    return (
+        ActorSpec("engine", Dummy(config.node, "engine")),
+        ActorSpec("scheduler", Dummy(config.node, "scheduler", (register,))),
+    )
 
 
 def build_rank(context: NodeContext) -> tuple[ActorSpec, ...]:
     config = context.config
     context.data_plane.create_region(f"{config.node}.{config.incarnation}.caches", 4096)
     progress = NodeProgress(node=config.node, incarnation=config.incarnation, what="weights", done=2, total=2)
-    return (ActorSpec("worker", Dummy(config.node, "worker", (Send(SUPERVISOR, progress),))),)
+    return (
+        ActorSpec("transfer", Dummy(config.node, "transfer")),
+        ActorSpec("staging", Dummy(config.node, "staging")),
+        ActorSpec("worker", Dummy(config.node, "worker", (Send(SUPERVISOR, progress),))),
+    )
 
 
 def build_rank_that_refuses(context: NodeContext) -> tuple[ActorSpec, ...]:

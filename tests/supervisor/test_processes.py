@@ -73,7 +73,7 @@ def test_tree_starts_says_where_it_listens_and_leaves_nothing() -> None:
     assert status["phase"] == "serving"
     assert set(status["nodes"]) == {"front", "p0.ctl", "p0.r0", "p0.r1", "d0.ctl", "d0.r0"}
     assert len(run_segments(run_id)) == 3
-    reports = {report.address: dict(report.values)["pid"] for report in cluster.reports(["p0.r1/worker"])}
+    reports = {report.address: dict(report.values)["pid"] for report in cluster.observer.reports(["p0.r1/worker"])}
     assert reports == {"p0.r1/worker": status["nodes"]["p0.r1"]["pid"]}
     cluster.stop()
     assert_nothing_left(path, run_id)
