@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.engine.actor import build as build_engine
-from actors.gateway.machine import GatewayMachine
-from actors.registry.actor import build as build_registry
 from actors.runtime.config import NodeConfig, Options
-from actors.runtime.context import ActorSpec
+from actors.runtime.context import ActorSpec, JobExecutor
 from actors.runtime.fault_plan import FaultPlan
 from actors.runtime.hooks import Recorder
 from actors.runtime.machine import Fail
@@ -23,22 +20,19 @@ from actors.runtime.simulated_faults import ClusterInjector
 from actors.runtime.simulated_links import LinkSettings
 from actors.runtime.simulated_nodes import SimulatedActor, SimulatedContext, SimulatedNode
 from actors.runtime.simulation import Factory, Simulation
-from actors.scheduler.actor import build as build_scheduler
 from actors.supervisor.machine import SupervisorMachine
 from actors.supervisor.topology import parse_topology
 from actors.supervisor.units import TreePlan
 from actors.transfer.executor import LinkBook
-from actors.transfer.machine import TransferMachine
-from actors.transfer.staging_machine import StagingMachine
 from actors.worker.layout import check_shards
-from actors.worker.machine import WorkerMachine
-from messages.base import GATEWAY, Message
+from messages.base import Message
 from scripts.simulated_client import ClientExecutor, Clients, Request
 from scripts.simulated_jobs import Copier, SimulatedMergeExecutor, SimulatedTransferExecutor, Speed
 from scripts.simulated_memory import Memory, NodeMemory
 from scripts.simulated_model import GEOMETRY
 from scripts.simulated_processes import SimulatedProcesses
 from scripts.simulated_worker import Group, SimulatedWorkerExecutor
+from scripts.trace_machines import make_machine
 
 if TYPE_CHECKING:
     from scripts.simulated_checks import Checks
@@ -148,14 +142,12 @@ class SimulatedCluster:
     # -- what a process runs ------------------------------------------------------------------------------------------
 
     def _start(self, config: NodeConfig) -> SimulatedNode:
-        factories: tuple[Factory, ...]
+        factory: Factory
         if config.node == "front":
-            factories = (build_registry, self._build_gateway)
-        elif config.node.endswith(".ctl"):
-            factories = (build_engine, build_scheduler)
+            factory = self._build_front
         else:
-            factories = (self._build_rank,)
-        node = self.simulation.start_node(config, factories)
+            factory = self._build_control if config.node.endswith(".ctl") else self._build_rank
+        node = self.simulation.start_node(config, (factory,))
         if self.checks is not None:
             self.checks.on_start(node)
         if self.injector is not None:
@@ -168,12 +160,15 @@ class SimulatedCluster:
             ActorSpec("root", SupervisorMachine(self._tree), self.processes),
         )
 
-    def _build_gateway(self, context: SimulatedContext) -> tuple[ActorSpec, ...]:
-        config = context.config
-        machine = GatewayMachine(
-            node=config.node, incarnation=config.incarnation, options=config.options, address=GATEWAY
+    def _build_front(self, context: SimulatedContext) -> tuple[ActorSpec, ...]:
+        gateway = make_machine(context.config, "gateway")
+        return (
+            ActorSpec("registry", make_machine(context.config, "registry")),
+            ActorSpec("gateway", gateway, ClientExecutor(self.clients, context)),
         )
-        return (ActorSpec("gateway", machine, ClientExecutor(self.clients, context)),)
+
+    def _build_control(self, context: SimulatedContext) -> tuple[ActorSpec, ...]:
+        return tuple(ActorSpec(name, make_machine(context.config, name)) for name in ("engine", "scheduler"))
 
     def _build_rank(self, context: SimulatedContext) -> tuple[ActorSpec, ...]:
         config = context.config
@@ -183,16 +178,14 @@ class SimulatedCluster:
         fault = self.injector.write_delay_ms if self.injector is not None else None
         copier = Copier(context, memory, self.speed, checks.on_copy if checks is not None else None, fault)
         book = LinkBook()
-        transfer = TransferMachine(config.instance, config.rank, config.incarnation, config.role, config.options)
-        worker = WorkerMachine(config.instance, config.rank, config.incarnation)
-        executor = SimulatedWorkerExecutor(
-            context, memory, self.speed, group, checks.on_execute if checks is not None else None
-        )
-        return (
-            ActorSpec("transfer", transfer, SimulatedTransferExecutor(copier, book, config.rank)),
-            ActorSpec("staging", StagingMachine(config.rank), SimulatedMergeExecutor(copier, book, config.rank)),
-            ActorSpec("worker", worker, executor),
-        )
+        executors: dict[str, JobExecutor] = {
+            "transfer": SimulatedTransferExecutor(copier, book, config.rank),
+            "staging": SimulatedMergeExecutor(copier, book, config.rank),
+            "worker": SimulatedWorkerExecutor(
+                context, memory, self.speed, group, checks.on_execute if checks is not None else None
+            ),
+        }
+        return tuple(ActorSpec(name, make_machine(config, name), executor) for name, executor in executors.items())
 
     # -- deaths -------------------------------------------------------------------------------------------------------
 

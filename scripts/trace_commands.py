@@ -10,6 +10,7 @@ from scripts.trace_grep import grep
 from scripts.trace_html import sequence_html
 from scripts.trace_path import path_text
 from scripts.trace_perfetto import write_perfetto
+from scripts.trace_replay import replay_text
 from scripts.trace_sequence import sequence_mermaid, sequence_text
 from scripts.trace_stuck import stuck_text
 
@@ -17,6 +18,7 @@ __all__ = [
     "TraceError",
     "grep",
     "path_text",
+    "replay_text",
     "sequence_html",
     "sequence_mermaid",
     "sequence_text",
