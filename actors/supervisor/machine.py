@@ -287,7 +287,7 @@ class SupervisorMachine:
 
     def _launch(self, unit: Unit) -> list[Effect]:
         known = tuple((node, other.incarnation) for other in self._units.values() for node in other.nodes)
-        configs = [node_config(self._plan, unit, node, known) for node in unit.nodes.values()]
+        configs = [node_config(self._plan, unit, node, known, self._url) for node in unit.nodes.values()]
         starts: list[Effect] = [Run(StartProcess(config=config)) for config in configs]
         return [*starts, self._timer("start", float(self._options.start_timeout_ms), unit)]
 
@@ -343,9 +343,7 @@ class SupervisorMachine:
     def _restart_later(self, now_ns: int, unit: Unit) -> list[Effect]:
         if unit.fatal:
             return self._give_up(unit)
-        oldest = now_ns - self._options.restart_window_ms * 1_000_000
-        unit.failures_ns = [*(at for at in unit.failures_ns if at >= oldest), now_ns]
-        count = len(unit.failures_ns)
+        count = unit.count_failure(now_ns, self._options.restart_window_ms)
         if count > self._options.restarts_max:
             return self._give_up(unit)
         delay_ms = min(self._options.restart_backoff_ms * 2 ** (count - 1), BACKOFF_MAX_MS)
@@ -362,24 +360,15 @@ class SupervisorMachine:
         return self._wind_down(why, 0, failed=True)
 
     def _check_hangs(self, now_ns: int) -> list[Effect]:
-        limit = self._options.hang_timeout_ms
+        if self._phase not in (*_UP, *_DRAINING):
+            return []
+        limit_ms = self._options.hang_timeout_ms
         effects: list[Effect] = []
         for unit in self._units.values():
-            for node in unit.alive_nodes():
-                if unit.state is not UnitState.RUNNING or self._phase not in (*_UP, *_DRAINING):
-                    break
-                silent_ms = (now_ns - node.heard_ns) // 1_000_000
-                stalled = [(a, ms) for a, ms in (node.health.stalled_ms if node.health else ()) if ms > limit]
-                if silent_ms > limit:
-                    reason = f"{node.name} hangs: no sign of life for {silent_ms} ms"
-                elif stalled:
-                    reason = f"{node.name} hangs: {stalled[0][0]} busy with one message for {stalled[0][1]:.0f} ms"
-                else:
-                    continue
-                effects += self._fail(unit, f"{reason} (option: hang_timeout_ms, {limit})", fatal=False)
-        if self._phase in (*_UP, *_DRAINING):
-            effects.append(self._timer("check", float(self._options.heartbeat_ms)))
-        return effects
+            hangs = [why for node in unit.alive_nodes() if (why := node.hang(now_ns, limit_ms))]
+            if hangs and unit.state is UnitState.RUNNING:
+                effects += self._fail(unit, f"{hangs[0]} (option: hang_timeout_ms, {limit_ms})", fatal=False)
+        return [*effects, self._timer("check", float(self._options.heartbeat_ms))]
 
     def _ask_for_view(self) -> list[Effect]:
         """While an instance is not known to be registered, ask the registry again and again."""

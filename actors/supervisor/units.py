@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+import msgspec
+
 from actors.runtime.config import NodeConfig, Options
 from actors.supervisor.topology import Role, Topology
 from messages.base import node_of
@@ -64,6 +66,16 @@ class Node:
     health: NodeHealth | None = None
     heard_ns: int = 0  # of its last sign of life
 
+    def hang(self, now_ns: int, limit_ms: int) -> str:
+        """Why this process counts as hanging, "" when it does not: silence, or an actor stuck in one message."""
+        silent_ms = (now_ns - self.heard_ns) // 1_000_000
+        if silent_ms > limit_ms:
+            return f"{self.name} hangs: no sign of life for {silent_ms} ms"
+        for actor, stalled_ms in self.health.stalled_ms if self.health else ():
+            if stalled_ms > limit_ms:
+                return f"{self.name} hangs: {actor} busy with one message for {stalled_ms:.0f} ms"
+        return ""
+
 
 @dataclass
 class Unit:
@@ -87,6 +99,12 @@ class Unit:
         self.state, self.registered, self.fatal = UnitState.STARTING, False, False
         for node in self.nodes.values():
             node.heard_ns = now_ns
+
+    def count_failure(self, now_ns: int, window_ms: int) -> int:
+        """Remember a failure now; returns how many there were within the window, this one included."""
+        oldest_ns = now_ns - window_ms * 1_000_000
+        self.failures_ns = [*(at_ns for at_ns in self.failures_ns if at_ns >= oldest_ns), now_ns]
+        return len(self.failures_ns)
 
     def status(self, now_ns: int) -> list[tuple[str, float | int | str]]:
         """Flat values for a ``StatusReport``: of the unit and of each of its processes."""
@@ -134,14 +152,22 @@ def unit_of(node: str) -> str:
     return node_of(node).partition(".")[0]
 
 
-def node_config(plan: TreePlan, unit: Unit, node: Node, incarnations: tuple[tuple[str, int], ...]) -> NodeConfig:
-    """What the process of ``node`` is told when it starts."""
+def node_config(
+    plan: TreePlan, unit: Unit, node: Node, incarnations: tuple[tuple[str, int], ...], url: str
+) -> NodeConfig:
+    """What the process of ``node`` is told when it starts.
+
+    ``url`` is where the front listened before, if it did: a front that chose a free port keeps it in its next life.
+    """
+    options = plan.options
+    if node.kind == "front" and url:
+        options = msgspec.structs.replace(options, port=int(url.rpartition(":")[2].strip("/")))
     return NodeConfig(
         node=node.name,
         incarnation=unit.incarnation,
         run_id=plan.run_id,
         run_dir=plan.run_dir,
-        options=plan.options,
+        options=options,
         factories=plan.factories[node.kind],
         instance=unit.name if unit.role else "",
         role=unit.role,

@@ -110,6 +110,13 @@ def test_front_restarts_alone_and_is_told_who_was_lost_before() -> None:
     assert tree.value("unit.front.incarnation") == 2
 
 
+def test_front_that_chose_a_free_port_keeps_it_in_its_next_life() -> None:
+    tree = serving("TP1", port=0)
+    tree.exit("front")
+    tree.advance(250)
+    assert [config.options.port for config in tree.started if config.node == "front"] == [0, 8000]
+
+
 def test_silent_node_is_a_hang_and_kills_its_instance() -> None:
     tree = serving(hang_timeout_ms=3_000)
     for _ in range(4):
