@@ -27,7 +27,7 @@ from actors.transfer.source_machine import SourceMachine
 from actors.transfer.staging import StagingSize
 from actors.transfer.target_machine import TargetMachine
 from messages.base import Message, control_address
-from messages.cluster import InstanceLost, LinkFailed, LinkPeer, PeerLinked, UnlinkPeer
+from messages.cluster import InstanceLost, LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
 from messages.lifecycle import WorkerReady
 from messages.timers import RequestTimer
 from messages.transfer import (
@@ -47,6 +47,7 @@ from messages.transfer import (
     PeerUnmapped,
     PullDone,
     PullKVCache,
+    PushClosed,
     PushDrained,
     PushFailed,
     ReleaseReceive,
@@ -97,7 +98,11 @@ class TransferMachine:
                 return self._on_link_peer(sender, message)
             case PeerMapped():
                 return self._on_peer_mapped(message)
-            case UnlinkPeer() | InstanceLost():
+            case UnlinkPeer():
+                heard = PeerUnlinked(instance=message.instance, incarnation=message.incarnation, rank=self._rank)
+                effects = self._on_peer_lost(now_ns, message.instance, message.incarnation)
+                return [*effects, Send(sender, heard)]
+            case InstanceLost():
                 return self._on_peer_lost(now_ns, message.instance, message.incarnation)
             case PeerUnmapped():
                 return []
@@ -120,15 +125,16 @@ class TransferMachine:
             case OpenPush():
                 return source.on_open_push(now_ns, sender, message)
             case LayerReady():
-                return source.on_layer_ready(now_ns, message)
+                return source.on_layer_ready(message)
             case ChunkArrived():
                 return target.on_chunk_arrived(now_ns, message)
             case ChunkMerged():
-                return source.on_chunk_merged(now_ns, message)
+                return source.on_chunk_merged(message)
             case PushFailed():
                 return target.on_push_failed(now_ns, sender, message)
             case ClosePush():
-                return source.on_close_push(message)
+                heard = PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank)
+                return [*source.on_close_push(message), Send(sender, heard)]
             case AbortPush():
                 return source.on_abort_push(sender, message)
             case PushDrained():
@@ -142,7 +148,7 @@ class TransferMachine:
             case ReleaseReceive():
                 return target.on_release_receive(now_ns, sender, message)
             case WriteDone():
-                return source.on_write_done(now_ns, message)
+                return source.on_write_done(message)
             case PullDone():
                 return target.on_pull_done(now_ns, message)
             case VerifyDone():

@@ -64,7 +64,7 @@ class Chunk:
     with_draft: bool = False  # … and it was a draft layer
     arrived: bool = False
     bytes_written: int = 0
-    began_ns: int = 0
+    write_ms: float = 0.0
 
 
 @dataclass

@@ -85,12 +85,12 @@ class SourceMachine:
         link.users.add(attempt)
         effects: list[Effect] = []
         for lane in push.lanes.values():
-            effects += self._push_what_is_ready(now_ns, push, lane)
+            effects += self._push_what_is_ready(push, lane)
         for early in self._early.pop(attempt, ()):
-            effects += self.on_layer_ready(now_ns, early)
+            effects += self.on_layer_ready(early)
         return effects
 
-    def on_layer_ready(self, now_ns: int, message: LayerReady) -> list[Effect]:
+    def on_layer_ready(self, message: LayerReady) -> list[Effect]:
         """Write one layer of one chunk to every target rank that the plan routes it to."""
         attempt = (message.request_id, message.epoch)
         push = self.pushes.get(attempt)
@@ -116,11 +116,11 @@ class SourceMachine:
                 chunk.ready.append(layer)
             if message.is_last_layer:
                 chunk.closed, chunk.with_draft = True, message.namespace == "draft"
-            effects += self._write(now_ns, push, lane, message.chunk_index)
-            effects += self._arrive(now_ns, push, lane, message.chunk_index)
+            effects += self._write(push, lane, message.chunk_index)
+            effects += self._arrive(push, lane, message.chunk_index)
         return effects
 
-    def on_write_done(self, now_ns: int, message: WriteDone) -> list[Effect]:
+    def on_write_done(self, message: WriteDone) -> list[Effect]:
         """A write job ended."""
         push = self.pushes.get((message.request_id, message.epoch))
         lane = push.lanes.get(message.target_rank) if push else None
@@ -130,18 +130,19 @@ class SourceMachine:
         lane.in_flight -= 1
         chunk.in_flight.discard(message.part)
         chunk.bytes_written += message.bytes_written
+        chunk.write_ms += message.write_ms
         self.bytes_written += message.bytes_written
         effects: list[Effect] = []
         if message.error and push.state is PushState.OPEN:
             effects += self._stop(push, lane, message.error)
         if push.state is PushState.OPEN:
-            effects += self._arrive(now_ns, push, lane, message.chunk_index)
+            effects += self._arrive(push, lane, message.chunk_index)
         if lane.abort_asked_by and not lane.in_flight:
             effects.append(self._drained(push.attempt, lane.abort_asked_by))
         self._forget_if_over(push)
         return effects
 
-    def on_chunk_merged(self, now_ns: int, message: ChunkMerged) -> list[Effect]:
+    def on_chunk_merged(self, message: ChunkMerged) -> list[Effect]:
         """A window is free again: write what waited for it."""
         push = self.pushes.get((message.request_id, message.epoch))
         lane = push.lanes.get(message.target_rank) if push else None
@@ -151,7 +152,7 @@ class SourceMachine:
         if message.generation != lane.generation or message.chunk_index in lane.merged:
             return self._late("ChunkMerged")
         lane.merged.add(message.chunk_index)
-        return self._write(now_ns, push, lane, message.chunk_index + len(lane.windows))
+        return self._write(push, lane, message.chunk_index + len(lane.windows))
 
     def on_abort_push(self, sender: str, message: AbortPush) -> list[Effect]:
         """Stop, and say when no write is in flight."""
@@ -212,7 +213,7 @@ class SourceMachine:
             layers=frozenset((route.namespace, route.layer) for route in routes),
         )
 
-    def _push_what_is_ready(self, now_ns: int, push: Push, lane: Lane) -> list[Effect]:
+    def _push_what_is_ready(self, push: Push, lane: Lane) -> list[Effect]:
         """Cut ``ready_tokens`` into chunks, all of whose layers are ready."""
         effects: list[Effect] = []
         ready = push.opened.ready_tokens
@@ -227,16 +228,15 @@ class SourceMachine:
                 closed=True,
                 with_draft=True,
             )
-            effects += self._write(now_ns, push, lane, index)
+            effects += self._write(push, lane, index)
         return effects
 
-    def _write(self, now_ns: int, push: Push, lane: Lane, chunk_index: int) -> list[Effect]:
+    def _write(self, push: Push, lane: Lane, chunk_index: int) -> list[Effect]:
         """Begin to write every ready layer of a chunk, if its window is free."""
         chunk = lane.chunks.get(chunk_index)
         if chunk is None or not chunk.ready or push.state is not PushState.OPEN or not lane.may_write(chunk_index):
             return []
         layers, chunk.ready = tuple(chunk.ready), []
-        chunk.began_ns = chunk.began_ns or now_ns
         part, chunk.parts = chunk.parts, chunk.parts + 1
         chunk.in_flight.add(part)
         lane.in_flight += 1
@@ -261,7 +261,7 @@ class SourceMachine:
             )
         ]
 
-    def _arrive(self, now_ns: int, push: Push, lane: Lane, chunk_index: int) -> list[Effect]:
+    def _arrive(self, push: Push, lane: Lane, chunk_index: int) -> list[Effect]:
         """Tell the target once every layer that it must get of this chunk is written."""
         chunk = lane.chunks[chunk_index]
         needed = {layer for layer in lane.layers if layer[0] == "target" or chunk.with_draft}
@@ -283,7 +283,7 @@ class SourceMachine:
                     window_index=lane.window_index(chunk_index),
                     generation=lane.generation,
                     bytes_written=chunk.bytes_written,
-                    push_ms=(now_ns - chunk.began_ns) / 1e6 if chunk.began_ns else 0.0,
+                    push_ms=chunk.write_ms,
                     has_draft=chunk.with_draft,
                 ),
             )
