@@ -86,7 +86,7 @@ class SimulatedProcesses:
         node = self._start(config)
         context = node.context
         assert context is not None
-        ready = NodeReady(node=config.node, incarnation=config.incarnation, pid=1, detail="http://simulated")
+        ready = NodeReady(node=config.node, incarnation=config.incarnation, pid=1, detail="http://127.0.0.1:8000")
         context.post("node", SUPERVISOR, ready)
         self._report_health(context)
 
