@@ -66,6 +66,7 @@ class TransferMachine:
 
     def __init__(self, instance: str, rank: int, incarnation: int, role: str, options: Options) -> None:
         self._node = f"{instance}.r{rank}"
+        self._rank = rank
         self._engine = control_address(instance, "engine")
         self._incarnation = incarnation
         self._role = role
