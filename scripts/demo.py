@@ -98,7 +98,7 @@ def perf_line(measured: dict[str, Any]) -> str:
 def _print_bytes(completions: list[Completion], console: Console) -> None:
     total: Counter[str] = Counter()
     for completion in completions:
-        total.update({role: int(count) for role, count in completion.measured.get("bytes_by_role", {}).items()})
+        total.update(dict(completion.measured.get("bytes_by_role", [])))
     for role, count in total.items():
         console.print(f"  {role:16} {count:>12,} bytes")
     console.print(f"  {'all':16} {sum(total.values()):>12,} bytes")

@@ -72,6 +72,27 @@ def serve(options: Options) -> None:
 
 
 @main.command()
+@click.option("--run-dir", default="", help="Run directory of the cluster (default: the only one running).")
+@click.option("--watch", default=0.0, metavar="SECONDS", help="Show again every so many seconds until interrupted.")
+@click.option("--json", "as_json", is_flag=True)
+def status(run_dir: str, watch: float, as_json: bool) -> None:
+    """Nodes, roles, incarnations, requests, blocks, slots, leases and memory of a running cluster."""
+    from scripts.status import show_status
+
+    sys.exit(show_status(run_dir, as_json, watch))
+
+
+@main.command()
+@click.option("--run-dir", default="", help="Run directory of the cluster (default: the only one running).")
+@click.option("--timeout", default=0.0, metavar="SECONDS", help="Give up waiting after this long; 0 takes its options'.")
+def stop(run_dir: str, timeout: float) -> None:
+    """Drain and stop a running cluster, and wait until nothing of it is left."""
+    from scripts.status import stop_cluster
+
+    sys.exit(stop_cluster(run_dir, timeout))
+
+
+@main.command()
 @cluster_options()
 @click.option("--prompt", "prompts", multiple=True, help="A prompt; may be given several times.")
 @click.option("--prompt-token-ids", multiple=True, help="A prompt as a JSON list of token ids.")

@@ -54,7 +54,7 @@ def ask(cluster: Cluster, prompts: list[list[int]], **fields: Any) -> list[dict[
 def scheduler_values(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """Counters and gauges of every instance's scheduler."""
     addresses = [f"{plan.name}.ctl/scheduler" for plan in cluster.topology.instances]
-    return {address: dict(cluster.report(address).values) for address in addresses}
+    return {address: dict(cluster.observer.report(address).values) for address in addresses}
 
 
 @pytest.fixture(scope="module")
