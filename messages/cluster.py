@@ -116,3 +116,11 @@ class UnlinkPeer(Message, frozen=True, kw_only=True):
 
     instance: str
     incarnation: int
+
+
+class PeerUnlinked(Message, frozen=True, kw_only=True):
+    """Transfer → engine: ``UnlinkPeer`` was heard. The engine repeats it to the ranks that have not said so."""
+
+    instance: str
+    incarnation: int
+    rank: int

@@ -215,6 +215,14 @@ class ClosePush(Message, frozen=True, kw_only=True):
     epoch: int
 
 
+class PushClosed(Message, frozen=True, kw_only=True):
+    """P transfer → P engine: ``ClosePush`` was heard. The engine repeats it to the ranks that have not said so."""
+
+    request_id: str
+    epoch: int
+    rank: int
+
+
 class AbortPush(Message, frozen=True, kw_only=True):
     """D transfer → P transfer: stop writing for this attempt and say when you have. Also remembered for a push that
     was never opened, so that a late ``OpenPush`` of this epoch starts nothing."""

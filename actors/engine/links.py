@@ -3,7 +3,8 @@
     (new) --LinkPeer--> LINKING --every rank linked--> LINKED --UnlinkPeer--> (gone)
     LINKING --a rank's plan is refused, or a rank is silent too long--> (gone, LinkFailed; the scheduler may ask again)
 
-A rank that had linked before another refused stays linked; a second ``LinkPeer`` finds it so.
+A rank that had linked before another refused stays linked; a second ``LinkPeer`` finds it so. ``UnlinkPeer`` is
+repeated to the ranks that have not said that they heard: a rank that does not know of a death waits for the dead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from actors.runtime.machine import Effect, Send, StartTimer, StatusValues, StopTimer
 from messages.base import Message, control_address, rank_address
-from messages.cluster import LinkFailed, LinkPeer, PeerLinked, UnlinkPeer
+from messages.cluster import LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
 from messages.layout import Manifest
 from messages.timers import InstanceTimer
 
@@ -31,12 +32,14 @@ class Link:
 class Links:
     """See the module's theory."""
 
-    def __init__(self, instance: str, tp_size: int, *, timeout_ms: float) -> None:
+    def __init__(self, instance: str, tp_size: int, *, timeout_ms: float, resend_ms: float) -> None:
         self.own_manifests: tuple[Manifest, ...] = ()
         self._scheduler = control_address(instance, "scheduler")
         self._transfers = tuple(rank_address(instance, rank, "transfer") for rank in range(tp_size))
         self._timeout_ms = timeout_ms
+        self._resend_ms = resend_ms
         self._links: dict[Key, Link] = {}
+        self._unlinking: dict[Key, set[int]] = {}  # dead peers, and the ranks that have not heard
 
     def handle(self, message: Message) -> list[Effect] | None:
         """React to a message about a link; None when it is about something else."""
@@ -49,6 +52,10 @@ class Links:
                 return self._on_link_failed(message)
             case UnlinkPeer():
                 return self._on_unlink_peer(message)
+            case PeerUnlinked():
+                return self._on_peer_unlinked(message)
+            case InstanceTimer(purpose="unlink"):
+                return self._tell_unlink((message.instance, message.incarnation))
             case InstanceTimer(purpose="link"):
                 return self._on_timeout(message)
             case _:
@@ -86,9 +93,31 @@ class Links:
         return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, message)]
 
     def _on_unlink_peer(self, message: UnlinkPeer) -> list[Effect]:
-        self._links.pop((message.instance, message.incarnation), None)
-        effects: list[Effect] = [StopTimer(("link", message.instance, message.incarnation))]
-        return effects + [Send(transfer, message) for transfer in self._transfers]
+        key = (message.instance, message.incarnation)
+        self._links.pop(key, None)
+        self._unlinking[key] = set(range(len(self._transfers)))
+        return [StopTimer(("link", *key)), *self._tell_unlink(key)]
+
+    def _tell_unlink(self, key: Key) -> list[Effect]:
+        """Tell the ranks that have not heard, and again later."""
+        missing = self._unlinking.get(key)
+        if not missing:
+            return []
+        unlink = UnlinkPeer(instance=key[0], incarnation=key[1])
+        due = InstanceTimer(instance=key[0], incarnation=key[1], purpose="unlink")
+        told: list[Effect] = [Send(self._transfers[rank], unlink) for rank in sorted(missing)]
+        return [*told, StartTimer(("unlink", *key), self._resend_ms, due)]
+
+    def _on_peer_unlinked(self, message: PeerUnlinked) -> list[Effect]:
+        key = (message.instance, message.incarnation)
+        missing = self._unlinking.get(key)
+        if missing is None:
+            return []
+        missing.discard(message.rank)
+        if missing:
+            return []
+        del self._unlinking[key]
+        return [StopTimer(("unlink", *key))]
 
     def _on_timeout(self, message: InstanceTimer) -> list[Effect]:
         link = self._links.get((message.instance, message.incarnation))

@@ -10,7 +10,7 @@ it has asked of them, which have answered:
     steps       ExecuteBatch to all, BatchResult of all      → rank 0's result, when all sampled the same tokens
     links       see links.py
     receives    see receives.py (decode instances)
-    pushes      OpenPush, ClosePush to all; PushFailed of any is passed on (prefill instances)
+    pushes      see pushes.py (prefill instances)
 
 Steps are one ordered stream, one in flight. All ranks of an instance fail together: a rank that reports a broken step,
 that samples a different token, or that does not answer in time ends the node (``Fail``), because ranks that have left
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from actors.engine.links import Links
+from actors.engine.pushes import Pushes
 from actors.engine.receives import Receives
 from actors.runtime.config import NodeConfig
 from actors.runtime.machine import Effect, Fail, Note, Send, StartTimer, StatusRequests, StatusValues, StopTimer
@@ -35,7 +36,6 @@ from messages.batch import BatchResult, ExecuteBatch, RowResult, StepFailed
 from messages.layout import Manifest
 from messages.lifecycle import EngineReady, WorkerReady
 from messages.timers import InstanceTimer
-from messages.transfer import ClosePush, OpenPush, PushFailed
 
 AGREED_FIELDS = (
     "model_fingerprint",
@@ -58,9 +58,9 @@ class EngineSettings:
     incarnation: int
     tp_size: int = 1
     step_timeout_ms: float = 90_000.0
-    link_timeout_ms: float = 30_000.0
+    link_timeout_ms: float = 15_000.0
     open_timeout_ms: float = 10_000.0
-    release_resend_ms: float = 1000.0
+    resend_ms: float = 1000.0  # until a rank confirms a release, a closed push or a lost peer
 
     @classmethod
     def from_node(cls, config: NodeConfig) -> EngineSettings:
@@ -91,17 +91,19 @@ class EngineMachine:
         self.settings = settings
         self._scheduler = control_address(settings.instance, "scheduler")
         self._workers = tuple(rank_address(settings.instance, rank, "worker") for rank in range(settings.tp_size))
-        self._transfers = tuple(rank_address(settings.instance, rank, "transfer") for rank in range(settings.tp_size))
         self._manifests: dict[int, Manifest] = {}
         self._ready = False
         self._step: StepInFlight | None = None
         self._steps_done = 0
-        self.links = Links(settings.instance, settings.tp_size, timeout_ms=settings.link_timeout_ms)
+        self.links = Links(
+            settings.instance, settings.tp_size, timeout_ms=settings.link_timeout_ms, resend_ms=settings.resend_ms
+        )
+        self.pushes = Pushes(settings.instance, settings.tp_size, resend_ms=settings.resend_ms)
         self.receives = Receives(
             settings.instance,
             settings.tp_size,
             open_timeout_ms=settings.open_timeout_ms,
-            release_resend_ms=settings.release_resend_ms,
+            resend_ms=settings.resend_ms,
         )
 
     def start(self, now_ns: int) -> list[Effect]:
@@ -119,14 +121,12 @@ class EngineMachine:
                 return self._on_batch_result(message)
             case StepFailed():
                 return self._on_step_failed(message)
-            case OpenPush() | ClosePush():
-                return [Send(transfer, message) for transfer in self._transfers]
-            case PushFailed():
-                return [Send(self._scheduler, message)]
             case InstanceTimer(purpose=purpose) if purpose.startswith("step"):
                 return self._on_step_timeout(purpose)
             case _:
                 effects = self.links.handle(message)
+                if effects is None:
+                    effects = self.pushes.handle(message)
                 if effects is None:
                     effects = self.receives.handle(now_ns, message)
                 return effects or []
@@ -138,6 +138,7 @@ class EngineMachine:
             ("ranks_ready", len(self._manifests)),
             ("steps_done", self._steps_done),
             ("receives", self.receives.live_count),
+            ("pushes_closing", self.pushes.closing_count),
         ]
         if self._step is not None:
             missing = [str(rank) for rank in range(len(self._workers)) if rank not in self._step.results]

@@ -65,11 +65,11 @@ class Receive:
 class Receives:
     """See the module's theory."""
 
-    def __init__(self, instance: str, tp_size: int, *, open_timeout_ms: float, release_resend_ms: float) -> None:
+    def __init__(self, instance: str, tp_size: int, *, open_timeout_ms: float, resend_ms: float) -> None:
         self._scheduler = control_address(instance, "scheduler")
         self._transfers = tuple(rank_address(instance, rank, "transfer") for rank in range(tp_size))
         self._open_timeout_ms = open_timeout_ms
-        self._release_resend_ms = release_resend_ms
+        self._resend_ms = resend_ms
         self._receives: dict[tuple[str, int], Receive] = {}
 
     @property
@@ -242,7 +242,7 @@ class Receives:
         effects: list[Effect] = [
             Send(transfer, request) for rank, transfer in enumerate(self._transfers) if rank not in receive.released
         ]
-        return [*effects, self._timer("release", key, self._release_resend_ms)]
+        return [*effects, self._timer("release", key, self._resend_ms)]
 
     # -- time ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from actors.engine.machine import EngineMachine, EngineSettings
 from actors.runtime.machine import Effect, Fail, Send, StartTimer, StopTimer
 from messages.base import Message, control_address, rank_address
 from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult, StepFailed
-from messages.cluster import LinkFailed, LinkPeer, PeerLinked, UnlinkPeer
+from messages.cluster import LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
 from messages.handoff import RankLease
 from messages.lifecycle import EngineReady, WorkerReady
 from messages.transfer import (
@@ -23,6 +23,7 @@ from messages.transfer import (
     OpenPush,
     OpenReceive,
     PullKVCache,
+    PushClosed,
     PushFailed,
     ReceiveOpened,
     ReceiveRefused,
@@ -309,10 +310,27 @@ def test_a_link_that_nobody_answers_fails_in_bounded_time() -> None:
     assert "ranks [1]" in harness.one(LinkFailed).reason
 
 
-def test_unlink_reaches_every_rank() -> None:
+def test_unlink_is_repeated_until_every_rank_has_heard() -> None:
     harness = Harness()
     harness.tell(UnlinkPeer(instance="p0", incarnation=1))
     harness.fanned_out(UnlinkPeer)
+    harness.tell(PeerUnlinked(instance="p0", incarnation=1, rank=0))
+    harness.fire("unlink")
+    assert [to for to, _ in harness.take(UnlinkPeer)] == [harness.transfer(1)]
+    harness.tell(PeerUnlinked(instance="p0", incarnation=1, rank=1))
+    harness.tell(PeerUnlinked(instance="p0", incarnation=1, rank=1))
+    assert not harness.timers and not harness.sent
+
+
+def test_a_closed_push_is_closed_again_until_every_rank_has_heard() -> None:
+    harness = Harness()
+    harness.tell(ClosePush(**key()))
+    harness.fanned_out(ClosePush)
+    harness.tell(PushClosed(**key(), rank=1))
+    harness.fire("close push")
+    assert [to for to, _ in harness.take(ClosePush)] == [harness.transfer(0)]
+    harness.tell(PushClosed(**key(), rank=0))
+    assert not harness.timers and harness.machine.pushes.closing_count == 0
 
 
 def test_pushes_are_opened_and_closed_on_every_rank_and_their_failure_is_passed_on() -> None:

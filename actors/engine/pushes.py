@@ -1,0 +1,70 @@
+"""Prefill side: the pushes of this instance, opened and closed on all of its ranks.
+
+    (new) --OpenPush--> on every rank --ClosePush--> CLOSING --every rank heard--> (gone)
+
+A rank keeps a push until it is told to close it, so ``ClosePush`` is repeated to the ranks that have not said that they
+heard. A failed push is only passed on: the decode instance learns of it as well, and gives the attempt up.
+"""
+
+from __future__ import annotations
+
+from actors.runtime.machine import Effect, Send, StartTimer, StopTimer
+from messages.base import Message, control_address, rank_address
+from messages.timers import RequestTimer
+from messages.transfer import ClosePush, OpenPush, PushClosed, PushFailed
+
+PURPOSE = "close push"
+
+
+class Pushes:
+    """See the module's theory."""
+
+    def __init__(self, instance: str, tp_size: int, *, resend_ms: float) -> None:
+        self._scheduler = control_address(instance, "scheduler")
+        self._transfers = tuple(rank_address(instance, rank, "transfer") for rank in range(tp_size))
+        self._resend_ms = resend_ms
+        self._closing: dict[tuple[str, int], set[int]] = {}  # (request id, epoch) → ranks that have not heard
+
+    @property
+    def closing_count(self) -> int:
+        """Pushes that not every rank has closed."""
+        return len(self._closing)
+
+    def handle(self, message: Message) -> list[Effect] | None:
+        """React to a message about a push; None when it is about something else."""
+        match message:
+            case OpenPush():
+                return [Send(transfer, message) for transfer in self._transfers]
+            case ClosePush():
+                self._closing[(message.request_id, message.epoch)] = set(range(len(self._transfers)))
+                return self._ask(message.request_id, message.epoch)
+            case PushClosed():
+                return self._on_push_closed(message)
+            case PushFailed():
+                return [Send(self._scheduler, message)]
+            case RequestTimer(purpose="close push"):
+                return self._ask(message.request_id, message.epoch)
+            case _:
+                return None
+
+    def _ask(self, request_id: str, epoch: int) -> list[Effect]:
+        """Tell the ranks that have not heard, and again later."""
+        key = (request_id, epoch)
+        missing = self._closing.get(key)
+        if not missing:
+            return []
+        close = ClosePush(request_id=request_id, epoch=epoch)
+        due = RequestTimer(request_id=request_id, epoch=epoch, purpose=PURPOSE)
+        asked: list[Effect] = [Send(self._transfers[rank], close) for rank in sorted(missing)]
+        return [*asked, StartTimer((PURPOSE, *key), self._resend_ms, due)]
+
+    def _on_push_closed(self, message: PushClosed) -> list[Effect]:
+        key = (message.request_id, message.epoch)
+        missing = self._closing.get(key)
+        if missing is None:
+            return []
+        missing.discard(message.rank)
+        if missing:
+            return []
+        del self._closing[key]
+        return [StopTimer((PURPOSE, *key))]
