@@ -139,7 +139,7 @@ def _last_word(now_ns: int, record: Record, reason: EndReason, code: int, text: 
     )
     decoded_ns = record.last_token_ns - record.first_token_ns
     prefill = record.prefill.instance if record.prefill is not None else ""
-    decode = record.decode.instance if record.decode is not None else ""
+    decode = record.decode.instance if record.decode is not None else prefill
     timings = Timings(
         ttft_ms=(record.first_token_ns - record.arrived_ns) * _MS if record.tokens else 0.0,
         tpot_ms=decoded_ns * _MS / (len(record.tokens) - 1) if len(record.tokens) > 1 else 0.0,
@@ -169,7 +169,7 @@ def _perf_note(record: Record, word: DeliverEnd) -> Note:
         ("reason", word.reason),
         ("prompt", usage.prompt_tokens),
         ("output", usage.completion_tokens),
-        ("route", f"{timings.prefill_instance}>{timings.decode_instance or timings.prefill_instance}"),
+        ("route", "→".join(dict.fromkeys((timings.prefill_instance, timings.decode_instance)))),
         ("attempts", timings.attempts),
         ("ttft_ms", round(timings.ttft_ms, 2)),
         ("tpot_ms", round(timings.tpot_ms, 3)),

@@ -32,7 +32,10 @@ class DeliverTokens(Job, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request cost, as the gateway saw it, and as the instances reported it (``phases``)."""
+    """What a request cost, as the gateway saw it, and as the instances reported it (``phases``).
+
+    ``decode_instance`` is who made the last token: the prefill instance itself when there was no hand-off.
+    """
 
     ttft_ms: float
     tpot_ms: float

@@ -156,7 +156,7 @@ class FakeCluster:
             usage=usage,
             prefill_instance="p0",
             decode_instance="d0",
-            times=PhaseTimes(handoff_ms=3.0, restore_ms=2.0, bytes_moved=4096),
+            times=PhaseTimes(handoff_ms=3.0, restore_ms=2.0, bytes_moved=4096, bytes_by_role=(("KEY", 4096),)),
         )
         return msgspec.structs.replace(message, reason=reason)
 

@@ -126,6 +126,7 @@ def test_token_ids_and_timings_are_there_when_asked_for(client: httpx.Client, cl
     assert measured["request_id"] == answer["id"] == "my-1"
     assert (measured["prefill_instance"], measured["decode_instance"]) == ("p0", "d0")
     assert (measured["handoff_ms"], measured["restore_ms"], measured["bytes_moved"]) == (3.0, 2.0, 4096)
+    assert measured["bytes_by_role"] == {"KEY": 4096}
     assert (measured["drafted_tokens"], measured["accepted_tokens"]) == (6, 4)
     assert 0 < measured["ttft_ms"] <= measured["e2e_ms"]
     chunks = events(client.post(COMPLETIONS, json=body | {"stream": True}))

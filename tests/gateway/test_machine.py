@@ -36,7 +36,9 @@ def test_a_request_that_ends_at_its_first_token_is_one_token_and_one_end() -> No
     gateway.tokens("p0", 0, 10)
     gateway.finish("p0", 1)
     assert gateway.delivered() == [10]
-    assert [end.reason for end in gateway.ends()] == ["length"]
+    (end,) = gateway.ends()
+    assert end.reason == "length"
+    assert end.timings.prefill_instance == end.timings.decode_instance == "p0"
 
 
 def test_a_token_from_d_that_overtakes_the_first_one_waits_for_it() -> None:
@@ -519,7 +521,7 @@ def test_one_line_tells_where_a_request_s_time_went() -> None:
     gateway.finish("d0", 3)
     (line,) = gateway.perf_lines()
     fields = dict(line.fields)
-    assert (fields["request"], fields["prompt"], fields["output"], fields["route"]) == ("r", 3, 3, "p0>d0")
+    assert (fields["request"], fields["prompt"], fields["output"], fields["route"]) == ("r", 3, 3, "p0→d0")
     assert (fields["ttft_ms"], fields["tpot_ms"], fields["e2e_ms"]) == (20.0, 15.0, 50.0)
     assert "handoff_ms" in fields
     assert "bytes" in fields
