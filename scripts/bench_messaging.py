@@ -8,7 +8,6 @@ pair is what anybody would write first: a DEALER, a ROUTER, one frame per messag
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import queue
 import statistics
@@ -252,10 +251,8 @@ def run_bare(round_trips: int, one_way: int, size_bytes: int) -> dict[str, float
     """Figures of a DEALER in this process and a ROUTER in another."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         endpoint = f"ipc://{folder}/bare.sock"
-        answering = multiprocessing.get_context("spawn").Process(
-            target=serve_bare, args=(endpoint, round_trips + WARM_UP, one_way), daemon=True
-        )
-        answering.start()
+        command = [sys.executable, "-m", "scripts.bench_messaging", endpoint, str(round_trips + WARM_UP), str(one_way)]
+        answering = subprocess.Popen(command)
         try:
             with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
                 dealer.linger = 0
@@ -263,8 +260,8 @@ def run_bare(round_trips: int, one_way: int, size_bytes: int) -> dict[str, float
                 dealer.connect(endpoint)
                 return _measure_bare(dealer, round_trips, one_way, bytes(size_bytes))
         finally:
-            answering.terminate()
-            answering.join()
+            answering.kill()
+            answering.wait()
 
 
 def _measure_bare(dealer: zmq.Socket[bytes], round_trips: int, one_way: int, payload: bytes) -> dict[str, float]:
@@ -320,4 +317,7 @@ def run(
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(), indent=2))
+    if len(sys.argv) == 4:
+        serve_bare(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        print(json.dumps(run(), indent=2))

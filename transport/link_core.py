@@ -278,12 +278,12 @@ class LinkCore:
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         answer = self._sessions.greet(peer, hello)
-        self._carrier.reply(peer, control_frame(answer))
         if isinstance(answer, Refused):
             self.counts["refused"] += 1
             self._note("warning", "greeting_refused", peer=hello.node, reason=answer.reason)
         else:
             self._learn(hello.node, hello.incarnation)
+        self._carrier.reply(peer, control_frame(answer))
 
     def _on_data(self, peer: bytes, count: int, batch: memoryview) -> None:
         session = self._sessions.at(peer)
