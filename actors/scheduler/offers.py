@@ -132,7 +132,9 @@ class Offers:
     def hand_off(self, offer: Offer, message: FirstGeneration) -> None:
         """Prefill is done: the decode instance restores from here on."""
         self._out.send(offer.address, message)
-        self._out.start_request_timer("handoff", *offer.key, self._settings.handoff_timeout_ms / 2)
+        limit_ms = self._settings.handoff_timeout_ms
+        probe_ms = min(self._settings.offer_timeout_ms, limit_ms / 2)
+        self._out.start_request_timer("handoff", *offer.key, limit_ms - probe_ms if offer.probed else probe_ms)
 
     def give_up(self, offer: Offer, reason: str) -> None:
         """Ask the decode instance for everything back, until it confirms or is dead."""

@@ -1,7 +1,9 @@
-"""Prefill side: what is known of one request attempt, and the message that hands it off."""
+"""Prefill side: what is known of one request attempt, and the book of all of them by state."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
 
 from actors.scheduler.batching import Outcome
@@ -9,9 +11,14 @@ from actors.scheduler.offers import Offer
 from actors.scheduler.report import ms_between
 from actors.scheduler.sequence import Sequence
 from actors.scheduler.settings import SchedulerSettings
-from actors.scheduler.transitions import PrefillState
+from actors.scheduler.transitions import PREFILL, PrefillEvent, PrefillState, next_state
 from messages.handoff import FirstGeneration
 from messages.requests import PhaseTimes, SubmitRequest
+
+S = PrefillState
+
+WAITS_FOR_DECODE = (S.QUEUED, S.OFFERING, S.BACKOFF, S.PREFILLED, S.REOFFERING, S.STRANDED)
+"""In these states an online request keeps offline ones from being offered."""
 
 
 @dataclass(eq=False)
@@ -92,7 +99,72 @@ class PrefillRequest:
             sampled_ns=self.sampled_ns,
         )
 
+    def waits_for(self, step: str) -> str:
+        """What it waits for, in words; ``step`` names the step that will run next or runs."""
+        target = self.offer.instance if self.offer is not None else ""
+        match self.state:
+            case S.QUEUED:
+                return "its turn to be offered"
+            case S.OFFERING | S.REOFFERING:
+                return f"RequestAccepted of {target}"
+            case S.BACKOFF | S.STRANDED:
+                return f"the next round ({self.last_refusal})"
+            case S.ACCEPTED | S.PREFILLING | S.ORPHANED:
+                return step
+            case S.HANDED_OFF:
+                return f"HandoffComplete of {target}"
+            case _:
+                return "a decode instance"
 
-def queue_key(request: PrefillRequest) -> tuple[bool, int]:
-    """Online before offline, then in the order of arrival."""
+
+def _queue_key(request: PrefillRequest) -> tuple[bool, int]:
     return (not request.is_online, request.sequence.order)
+
+
+class PrefillBook:
+    """All live requests by id, and those to be offered in order: online before offline, then by arrival."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, PrefillRequest] = {}
+        self.queue: list[PrefillRequest] = []  # QUEUED
+        self.ready: list[PrefillRequest] = []  # PREFILLED
+        self._count: Counter[PrefillState] = Counter()
+        self._online: Counter[PrefillState] = Counter()
+
+    def count(self, *states: PrefillState) -> int:
+        """How many requests are in these states."""
+        return sum(self._count[state] for state in states)
+
+    @property
+    def online_waits(self) -> bool:
+        """Whether an online request still looks for a decode instance."""
+        return any(self._online[state] for state in WAITS_FOR_DECODE)
+
+    def add(self, request: PrefillRequest) -> None:
+        """A new request."""
+        self.requests[request.submit.request_id] = request
+        self._enter(request)
+
+    def move(self, now_ns: int, request: PrefillRequest, event: PrefillEvent) -> None:
+        """To the next state (see ``transitions.PREFILL``), and into the list that goes with it."""
+        state = next_state(PREFILL, request.state, event)
+        self._count[request.state] -= 1
+        self._online[request.state] -= request.is_online
+        if request.state is S.QUEUED:
+            self.queue.remove(request)
+        elif request.state is S.PREFILLED:
+            self.ready.remove(request)
+        request.state = state
+        request.since_ns = now_ns
+        if state is S.ENDED:
+            del self.requests[request.submit.request_id]
+        else:
+            self._enter(request)
+
+    def _enter(self, request: PrefillRequest) -> None:
+        self._count[request.state] += 1
+        self._online[request.state] += request.is_online
+        if request.state is S.QUEUED:
+            insort(self.queue, request, key=_queue_key)
+        elif request.state is S.PREFILLED:
+            insort(self.ready, request, key=_queue_key)
