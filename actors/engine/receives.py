@@ -133,7 +133,12 @@ class Receives:
 
     def _on_receive_opened(self, now_ns: int, message: ReceiveOpened) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
-        if receive is None or receive.state is not ReceiveState.OPENING:
+        if receive is None or receive.state in (ReceiveState.REFUSING, ReceiveState.RELEASING):
+            # a doubled OpenReceive opened what was given up: nobody wants it
+            if receive is not None:
+                receive.released.discard(message.rank)
+            return [Send(self._transfers[message.rank], _release(message))]
+        if receive.state is not ReceiveState.OPENING:
             return []
         receive.leases[message.rank] = message.lease
         if len(receive.leases) < len(self._transfers):
@@ -238,9 +243,10 @@ class Receives:
         if done:
             return done
         key = (receive.request_id, receive.epoch)
-        request = ReleaseReceive(request_id=receive.request_id, epoch=receive.epoch)
         effects: list[Effect] = [
-            Send(transfer, request) for rank, transfer in enumerate(self._transfers) if rank not in receive.released
+            Send(transfer, _release(receive))
+            for rank, transfer in enumerate(self._transfers)
+            if rank not in receive.released
         ]
         return [*effects, self._timer("release", key, self._resend_ms)]
 
@@ -284,3 +290,7 @@ class Receives:
                 return rank in receive.released
             case ReceiveState.OPEN:
                 return True
+
+
+def _release(about: Receive | ReceiveOpened) -> ReleaseReceive:
+    return ReleaseReceive(request_id=about.request_id, epoch=about.epoch)

@@ -377,6 +377,19 @@ def test_one_refusal_gives_back_what_the_others_granted_before_it_is_passed_on()
     assert harness.machine.receives.live_count == 0 and not harness.timers
 
 
+def test_a_receive_that_a_doubled_message_opened_again_is_released() -> None:
+    harness = Harness()
+    harness.tell(reserve())
+    for rank in (0, 1):
+        harness.tell(ReceiveRefused(**key(), rank=rank, reason="staging is full"), harness.transfer(rank))
+    harness.one(LeasesRefused)
+    harness.sent.clear()
+    harness.tell(ReceiveOpened(**key(), rank=1, lease=RankLease(target_rank=1, generation=2)), harness.transfer(1))
+    assert [to for to, _ in harness.take(ReleaseReceive)] == [harness.transfer(1)]
+    harness.tell(ReceiveReleased(**key(), rank=1))
+    assert not harness.sent
+
+
 def test_a_rank_that_does_not_answer_is_a_refusal_after_it_confirmed_the_release() -> None:
     harness = Harness()
     harness.tell(reserve())
