@@ -11,7 +11,7 @@ from actors.scheduler.blocks import Holding
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import Peers
 from actors.scheduler.sequence import Sequence
-from actors.scheduler.transitions import DecodeState
+from actors.scheduler.transitions import DECODE, DecodeEvent, DecodeState, next_state
 from messages.base import control_address
 from messages.handoff import (
     AddNewRequest,
@@ -66,6 +66,11 @@ class Attempt:
         """Tokens that are prefilled: prompt and what earlier attempts delivered."""
         return len(self.offer.prompt_token_ids) + len(self.offer.delivered_token_ids)
 
+    def move(self, now_ns: int, event: DecodeEvent) -> None:
+        """To the next state (see ``transitions.DECODE``)."""
+        self.state = next_state(DECODE, self.state, event)
+        self.since_ns = now_ns
+
 
 def same_source(first: AddNewRequest, second: AddNewRequest) -> bool:
     """Whether the same life of the same prefill instance made both offers."""
@@ -89,8 +94,9 @@ class Attempts:
         """Its live attempts, in the order in which they came."""
         return list(self._by_request.get(request_id, ()))
 
-    def end(self, attempt: Attempt, ending: Ending) -> None:
-        """It is no more; remember how it ended."""
+    def end(self, attempt: Attempt, event: DecodeEvent, ending: Ending) -> None:
+        """``event`` ends it; remember how it ended. ``since_ns`` keeps the beginning of its last state."""
+        attempt.state = next_state(DECODE, attempt.state, event)
         del self.live[attempt.key]
         siblings = self._by_request[attempt.offer.request_id]
         siblings.remove(attempt)

@@ -28,21 +28,20 @@ doubled ``FirstGeneration`` of a completed one is answered with ``HandoffComplet
 
 from __future__ import annotations
 
-from typing import Final, Literal
-
 import msgspec
 
 from actors.runtime.machine import StatusRequests
 from actors.scheduler.attempts import Answers, Attempt, Attempts, Ending, same_source
 from actors.scheduler.batching import Batcher, Outcome, Step
 from actors.scheduler.blocks import CachePool
-from actors.scheduler.intake import check_request, final_tokens
+from actors.scheduler.intake import final_tokens
 from actors.scheduler.outbox import Outbox
-from actors.scheduler.peers import LinkState, Peers
+from actors.scheduler.peers import Peers
 from actors.scheduler.report import FinishReason, fail_request, finish_request, ms_between, stream_tokens
+from actors.scheduler.reservations import RECEIVE_PIN, Reservations, prompt_blocks
 from actors.scheduler.sequence import Sequence
 from actors.scheduler.settings import Capacity, SchedulerSettings
-from actors.scheduler.transitions import DECODE, DecodeEvent, DecodeState, next_state
+from actors.scheduler.transitions import DecodeEvent, DecodeState
 from messages.base import Message, attempt_of
 from messages.handoff import AddNewRequest, FirstGeneration, ReleaseRequest
 from messages.requests import CancelRequest, PhaseTimes, SubmitRequest
@@ -54,11 +53,8 @@ from messages.transfer import (
     PullKVCache,
     ReceiveReleased,
     ReleaseReceive,
-    ReserveLeases,
     RestoreFailed,
 )
-
-RECEIVE_PIN: Final = "receive"
 
 
 class DecodeSide:
@@ -81,7 +77,7 @@ class DecodeSide:
         self._out = out
         self._attempts = Attempts()
         self._answers = Answers(settings.instance, settings.incarnation, peers, out)
-        self._closed_because = ""
+        self._reservations = Reservations(settings, capacity, pool, batcher, peers, out, self._attempts, self._answers)
         self._arrivals = 0
 
     @property
@@ -148,89 +144,22 @@ class DecodeSide:
                 self._out.drop_late(offer, *key)
                 return
             self._give_up(now_ns, other, f"superseded by epoch {offer.epoch}")
-        refusal = self._refusal(offer)
+        refusal = self._reservations.refusal(offer)
         if refusal is not None:
             self._answers.refuse(offer, *refusal)
             return
         self._arrivals += 1
         attempt = Attempt(offer, self._arrivals, now_ns)
         self._attempts.add(attempt)
-        self._reserve(now_ns, attempt)
-
-    def _refusal(self, offer: AddNewRequest) -> tuple[Literal[400, 404, 413], str] | None:
-        """Why this offer is not even tried."""
-        own = self._settings
-        if self._closed_because:
-            return 404, self._closed_because
-        refusal = check_request(
-            self._capacity,
-            len(offer.prompt_token_ids),
-            len(offer.delivered_token_ids),
-            offer.sampling,
-            decodes=True,
-            instance=own.instance,
-        )
-        if refusal is not None:
-            return refusal.code, refusal.reason
-        source = self._peers.get(offer.source_instance, offer.source_incarnation)
-        if source is None or source.state is not LinkState.LINKED:
-            return 404, f"{own.instance} is not linked with {offer.source_instance} yet"
-        waiting = [s for s in self._batcher.waiting if s.priority == "online" or offer.priority == "offline"]
-        if waiting:
-            return 404, f"{len(waiting)} preempted requests wait for blocks on {own.instance}"
-        return None
-
-    def _reserve(self, now_ns: int, attempt: Attempt) -> None:
-        """Hold what decode needs at first; preempt offline sequences for an online request; or refuse."""
-        lookahead = attempt.total + 1 + self._capacity.speculative_tokens
-        final = final_tokens(self._capacity, len(attempt.offer.prompt_token_ids), attempt.offer.sampling)
-        needed = self._pool.blocks_for(min(lookahead, final))
-        spare = self._pool.blocks.count // 100 if self._batcher.running else 0  # for what already runs
-        if not self._pool.fits(needed + spare):
-            if attempt.offer.priority == "online" and self._batcher.preempt_offline(needed):
-                if not self._pool.fits(needed):
-                    return  # their memory comes free when the step in flight is over
-            else:
-                self._end(attempt, DecodeEvent.REFUSE, Ending.GIVEN_UP)
-                self._answers.refuse(
-                    attempt.offer,
-                    404,
-                    f"no room on {self._settings.instance} now: {needed} blocks and a slot are needed,"
-                    f" {self._pool.blocks.free_count} blocks and {self._pool.slots.free_count} slots are free",
-                )
-                return
-        attempt.holding = self._pool.hold(attempt.key, needed)
-        if attempt.holding is None:
-            raise AssertionError(f"{attempt.key}: {needed} blocks were free a moment ago")
-        self._pool.pin(attempt.holding, RECEIVE_PIN)
-        self._move(now_ns, attempt, DecodeEvent.HOLD)
-        offer = attempt.offer
-        self._out.send(
-            self._settings.engine,
-            ReserveLeases(
-                request_id=offer.request_id,
-                epoch=offer.epoch,
-                source_instance=offer.source_instance,
-                source_incarnation=offer.source_incarnation,
-                mode=offer.mode,
-                target_block_ids=self._prompt_blocks(attempt),
-                target_slot=attempt.holding.slot,
-                prompt_tokens=attempt.total,
-            ),
-        )
-
-    def _prompt_blocks(self, attempt: Attempt) -> tuple[int, ...]:
-        """The blocks that hold what is prefilled: exactly as many as the prefill instance has."""
-        assert attempt.holding is not None
-        return tuple(attempt.holding.blocks[: self._pool.blocks_for(attempt.total)])
+        self._reservations.reserve(now_ns, attempt)
 
     def _on_leases_reserved(self, now_ns: int, message: LeasesReserved) -> None:
         attempt = self._find(message, DecodeState.RESERVING)
         if attempt is None or attempt.holding is None:
             return
-        self._move(now_ns, attempt, DecodeEvent.GRANT)
+        attempt.move(now_ns, DecodeEvent.GRANT)
         self._out.start_request_timer("reservation", *attempt.key, self._settings.reservation_timeout_ms)
-        self._answers.accept(attempt, self._prompt_blocks(attempt), attempt.holding.slot, message.leases)
+        self._answers.accept(attempt, prompt_blocks(self._pool, attempt), attempt.holding.slot, message.leases)
 
     def _on_leases_refused(self, now_ns: int, message: LeasesRefused) -> None:
         attempt = self._find(message, DecodeState.RESERVING)
@@ -239,7 +168,7 @@ class DecodeSide:
         if attempt.holding is not None:
             self._pool.release(attempt.holding)
             self._pool.unpin(attempt.holding, RECEIVE_PIN)
-        self._end(attempt, DecodeEvent.REFUSE, Ending.GIVEN_UP)
+        self._attempts.end(attempt, DecodeEvent.REFUSE, Ending.GIVEN_UP)
         self._answers.refuse(attempt.offer, 404, message.reason)
 
     # -- restoring -----------------------------------------------------------------------------------------------
@@ -263,7 +192,7 @@ class DecodeSide:
             return
         attempt.first = message
         attempt.first_ns = now_ns
-        self._move(now_ns, attempt, DecodeEvent.FIRST)
+        attempt.move(now_ns, DecodeEvent.FIRST)
         self._out.stop_request_timer("reservation", *key)
         self._out.start_request_timer("restore", *key, self._settings.handoff_timeout_ms)
         self._out.send(
@@ -293,7 +222,7 @@ class DecodeSide:
         if attempt is None or attempt.holding is None or attempt.first is None:
             return
         offer, first = attempt.offer, attempt.first
-        self._move(now_ns, attempt, DecodeEvent.RESTORE)
+        attempt.move(now_ns, DecodeEvent.RESTORE)
         self._out.stop_request_timer("restore", *attempt.key)
         self._pool.unpin(attempt.holding, RECEIVE_PIN)
         before = first.times
@@ -355,18 +284,18 @@ class DecodeSide:
             case DecodeState.DRAINING:
                 return
             case DecodeState.WAITING:
-                self._end(attempt, DecodeEvent.END, Ending.GIVEN_UP)
+                self._attempts.end(attempt, DecodeEvent.END, Ending.GIVEN_UP)
                 self._answers.given_up(attempt, reason)
             case DecodeState.DECODING:
                 if attempt.sequence is not None:
                     self._batcher.remove(attempt.sequence)
                     self._batcher.release(attempt.sequence)
-                self._end(attempt, DecodeEvent.END, Ending.COMPLETED)
+                self._attempts.end(attempt, DecodeEvent.END, Ending.COMPLETED)
                 if attempt.released_by_source:
                     self._answers.given_up(attempt, reason)
             case _:
                 attempt.reason = reason
-                self._move(now_ns, attempt, DecodeEvent.DRAIN)
+                attempt.move(now_ns, DecodeEvent.DRAIN)
                 self._out.stop_request_timer("reservation", *attempt.key)
                 self._out.stop_request_timer("restore", *attempt.key)
                 if attempt.holding is not None:
@@ -380,7 +309,7 @@ class DecodeSide:
             return
         if attempt.holding is not None:
             self._pool.unpin(attempt.holding, RECEIVE_PIN)
-        self._end(attempt, DecodeEvent.DRAINED, Ending.GIVEN_UP)
+        self._attempts.end(attempt, DecodeEvent.DRAINED, Ending.GIVEN_UP)
         self._answers.given_up(attempt, attempt.reason)
 
     def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
@@ -421,7 +350,7 @@ class DecodeSide:
         """Offers that waited for the step to end get their memory, oldest first."""
         if self._batcher.step is None:
             for attempt in [a for a in self._attempts.live.values() if a.state is DecodeState.WAITING]:
-                self._reserve(now_ns, attempt)
+                self._reservations.reserve(now_ns, attempt)
 
     def on_step_started(self, now_ns: int, step: Step) -> None:
         """Nothing depends on when a step starts."""
@@ -434,15 +363,15 @@ class DecodeSide:
                 continue
             stream_tokens(self._out, attempt.offer.reply_to, attempt.offer.epoch, outcome)
             if outcome.error:
-                self._end(attempt, DecodeEvent.END, Ending.COMPLETED)
+                self._attempts.end(attempt, DecodeEvent.END, Ending.COMPLETED)
                 fail_request(self._out, attempt.offer.reply_to, *attempt.key, 500, outcome.error)
             elif outcome.reason is not None:
-                self._end(attempt, DecodeEvent.END, Ending.COMPLETED)
+                self._attempts.end(attempt, DecodeEvent.END, Ending.COMPLETED)
                 self._finish(now_ns, attempt, outcome.reason, outcome.stop_token_id)
 
     def drain(self, reason: str) -> None:
         """Take nothing new; answer with ``reason``."""
-        self._closed_because = reason
+        self._reservations.closed_because = reason
 
     def fail_all(self, now_ns: int, reason: str) -> None:
         """End everything with a retryable error (the instance stops)."""
@@ -488,14 +417,6 @@ class DecodeSide:
             self._out.drop_late(message, message.request_id, message.epoch)
             return None
         return attempt
-
-    def _move(self, now_ns: int, attempt: Attempt, event: DecodeEvent) -> None:
-        attempt.state = next_state(DECODE, attempt.state, event)
-        attempt.since_ns = now_ns
-
-    def _end(self, attempt: Attempt, event: DecodeEvent, ending: Ending) -> None:
-        attempt.state = next_state(DECODE, attempt.state, event)
-        self._attempts.end(attempt, ending)
 
     def _finish(self, now_ns: int, attempt: Attempt, reason: FinishReason, stop_token_id: int = -1) -> None:
         assert attempt.sequence is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.runtime.config import NodeConfig
-from actors.scheduler.batching import BatchLimits
+from actors.scheduler.planning import BatchLimits
 from messages.base import control_address
 from messages.cluster import InstanceRole
 from messages.handoff import TransferMode

@@ -1,0 +1,174 @@
+"""One step being planned: which rows, in which order, and what gives way. The theory is in ``batching.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.scheduler.sequence import Priority, Sequence
+from messages.batch import BatchRow, SequenceStart
+
+if TYPE_CHECKING:
+    from actors.scheduler.batching import Batcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What one step may be. ``max_tokens_per_chunk`` 0: prompts are computed whole."""
+
+    max_tokens_per_batch: int
+    max_seqs_per_batch: int
+    max_tokens_per_chunk: int
+    speculative_tokens: int = 0
+
+
+def is_preemptible(sequence: Sequence) -> bool:
+    """Whether its memory may be taken: what a hand-off moves may not."""
+    return not sequence.prefill_only and sequence.holding is not None
+
+
+class Planner:
+    """One step being planned: rows so far and what is left of the budgets."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._pool = batcher.pool
+        self._limits = batcher.limits
+        self._tokens_left = batcher.limits.max_tokens_per_batch
+        self.rows: list[tuple[Sequence, BatchRow]] = []
+        self.opened: list[SequenceStart] = []
+        self.started: list[Sequence] = []
+        if self._plan_class("online"):
+            self._plan_class("offline")
+
+    def _plan_class(self, priority: Priority) -> bool:
+        """Rows for one class; whether each of its sequences got what it can use."""
+        batcher = self._batcher
+        satisfied = True
+        members = [sequence for sequence in batcher.running if sequence.priority == priority]
+        for sequence in members:
+            if sequence.is_decoding and sequence.holding is not None:
+                satisfied &= self._add_decode(sequence)
+        for sequence in members:
+            if not sequence.is_decoding and sequence.holding is not None:
+                satisfied &= self._add_prefill(sequence)
+        for sequence in [waiting for waiting in batcher.waiting if waiting.priority == priority]:
+            if not self._take_on(sequence):
+                return False
+        return satisfied
+
+    def _has_row_left(self) -> bool:
+        return len(self.rows) < self._limits.max_seqs_per_batch and self._tokens_left > 0
+
+    def _add_decode(self, sequence: Sequence) -> bool:
+        if not self._has_row_left():
+            return False
+        drafts = min(self._limits.speculative_tokens, sequence.final_tokens - sequence.total - 1, self._tokens_left - 1)
+        drafts = self._make_room(sequence, max(0, drafts))
+        if drafts < 0 or sequence.holding is None:
+            return False
+        self._open(sequence)
+        start = sequence.total - 1
+        self._add(
+            sequence,
+            BatchRow(
+                request_id=sequence.request_id,
+                epoch=sequence.epoch,
+                token_ids=sequence.tokens(start, 1),
+                start=start,
+                block_ids=tuple(sequence.holding.blocks),
+                samples=True,
+                speculative_tokens=drafts,
+            ),
+            1 + drafts,
+        )
+        return True
+
+    def _make_room(self, sequence: Sequence, drafts: int) -> int:
+        """Drafts that ``sequence`` has blocks for after growing its table; -1 when it was preempted itself."""
+        holding = sequence.holding
+        assert holding is not None
+        pool = self._pool
+        needed = pool.blocks_for(sequence.total + drafts)
+        if pool.grow(holding, needed):
+            return drafts
+        pool.grow(holding, len(holding.blocks) + min(pool.blocks.free_count, needed - len(holding.blocks)))
+        covered = len(holding.blocks) * pool.block_size
+        while covered < sequence.total:
+            victim = self._youngest(sequence)
+            self._batcher.preempt(victim)
+            if victim is sequence:
+                return -1
+            if pool.grow(holding, pool.blocks_for(sequence.total)):
+                covered = len(holding.blocks) * pool.block_size
+        return min(drafts, covered - sequence.total)
+
+    def _youngest(self, sequence: Sequence) -> Sequence:
+        """Whom ``sequence`` preempts: nobody older than itself in its class, and nobody who has a row already."""
+        has_row = {id(other) for other, _ in self.rows}
+        for other in reversed(self._batcher.running):
+            if other is sequence or (is_preemptible(other) and id(other) not in has_row):
+                return other
+        return sequence
+
+    def _add_prefill(self, sequence: Sequence) -> bool:
+        if not self._has_row_left():
+            return False
+        remaining = sequence.total - sequence.computed
+        chunk = self._limits.max_tokens_per_chunk
+        count = min(remaining, chunk, self._tokens_left) if chunk else remaining
+        if count > self._tokens_left:
+            return False
+        assert sequence.holding is not None
+        if sequence.computed == 0:
+            self.started.append(sequence)
+        self._open(sequence)
+        push_chunk = -1
+        if sequence.push:
+            push_chunk = sequence.chunk_count
+            sequence.chunk_count += 1
+        self._add(
+            sequence,
+            BatchRow(
+                request_id=sequence.request_id,
+                epoch=sequence.epoch,
+                token_ids=sequence.tokens(sequence.computed, count),
+                start=sequence.computed,
+                block_ids=tuple(sequence.holding.blocks),
+                samples=count == remaining,
+                is_prefill=True,
+                push_chunk=push_chunk,
+            ),
+            count,
+        )
+        return True
+
+    def _take_on(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its memory and a first chunk; False when it must go on waiting."""
+        batcher = self._batcher
+        if not self._has_row_left():
+            return False
+        lookahead = min(sequence.total + 1 + self._limits.speculative_tokens, sequence.final_tokens)
+        needed = self._pool.blocks_for(lookahead)
+        if not self._limits.max_tokens_per_chunk and sequence.total > self._tokens_left:
+            return False
+        reserve = self._pool.blocks.count // 100 if self.rows else 0  # so that what runs is not preempted at once
+        if not self._pool.fits(needed + reserve) and not (
+            sequence.priority == "online" and batcher.preempt_offline(needed + reserve)
+        ):
+            return False
+        sequence.holding = self._pool.hold(sequence.owner, needed)
+        if sequence.holding is None:
+            return False
+        batcher.waiting.remove(sequence)
+        batcher.resume(sequence)
+        return self._add_prefill(sequence)
+
+    def _open(self, sequence: Sequence) -> None:
+        if not sequence.is_open:
+            sequence.is_open = True
+            self.opened.append(sequence.start_message())
+
+    def _add(self, sequence: Sequence, row: BatchRow, token_count: int) -> None:
+        self._tokens_left -= token_count
+        self.rows.append((sequence, row))
