@@ -1,18 +1,21 @@
 """The text the demo model learns from: the standard library of the Python that runs this, plus a little chat.
 
-Nothing is downloaded. Documents are whole source files; some are held out by a hash of their name, so that the
-measured loss and draft acceptance are about text the model has not seen. The chat part turns small documented
-functions into question and answer, in the tokenizer's chat format, so that a chat answer ends with ``<|im_end|>``.
+Nothing is downloaded. Documents are whole source files, printed anew from their syntax trees with docstrings cut to
+their first line: plain code in one style is what a model this small can learn. Some files are held out by a hash of
+their name, so that the measured loss and draft acceptance are about text the model has not seen. The chat part turns
+small documented functions into question and answer, in the tokenizer's chat format, so that a chat answer ends with
+``<|im_end|>``.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import random
 import sysconfig
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +61,7 @@ SMALL_TALK = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as text: ``train`` and ``held_out`` are source files, ``chat`` whole conversations."""
+    """Documents as text: ``train`` and ``held_out`` are plain code, ``chat`` whole conversations."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -67,16 +70,36 @@ class Corpus:
 
 def read_corpus(seed: int = 0) -> Corpus:
     """Read the standard library's sources and make the chat part from them."""
-    train = [text for name, text in _source_files() if not _is_held_out(name)]
-    questions = [pair for text in train for pair in _function_questions(text)]
+    sources = [text for name, text in _source_files() if not _is_held_out(name)]
+    questions = [pair for text in sources for pair in _function_questions(text)]
     random.Random(seed).shuffle(questions)
     talk = [pair for pair in SMALL_TALK for _ in range(max(1, len(questions) // (20 * len(SMALL_TALK))))]
     chat = tuple(conversation(question, answer) for question, answer in (*questions, *talk))
-    return Corpus(train=tuple(train), held_out=held_out_texts(), chat=chat)
+    return Corpus(train=_all_plain(sources), held_out=_all_plain(held_out_texts()), chat=chat)
+
+
+def plain_code(text: str) -> str:
+    """A source text in one style: no comments, one kind of quotes, docstrings of one line. Raises ``SyntaxError``."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        match node.body:
+            case [ast.Expr(value=ast.Constant(value=str(documentation)) as constant), *_]:
+                constant.value = documentation.strip().partition("\n")[0]
+    return ast.unparse(tree) + "\n"
+
+
+def _all_plain(texts: Iterable[str]) -> tuple[str, ...]:
+    plain = []
+    for text in texts:
+        with contextlib.suppress(SyntaxError):
+            plain.append(plain_code(text))
+    return tuple(plain)
 
 
 def held_out_texts() -> tuple[str, ...]:
-    """The source files that the demo model has not seen. Which they are depends on this Python's version."""
+    """The source files, as they are, that the demo model has not seen. Which these are depends on Python's version."""
     return tuple(text for name, text in _source_files() if _is_held_out(name))
 
 
