@@ -73,7 +73,9 @@ class Checks:
                 )
                 if job.window_offset >= 0:
                     self._check_window(node, job, job.target_instance, job.target_rank, job.window_offset)
-                self._check_source(node, job, instance_of(node), -1, job.source_block_ids, -1)
+                if self._pool(job.target_instance, job.target_incarnation) is not None:
+                    # What is written into a dead life's memory is read by nobody: its source may be anything.
+                    self._check_source(node, job, instance_of(node), -1, job.source_block_ids, -1)
             case PullJob():
                 instance, incarnation = self._own(node)
                 self._check_target(node, job, instance, incarnation, -1, job.window_offset < 0)
