@@ -13,6 +13,7 @@ from actors.gateway.responses import (
     extend_whole,
     measured,
     prompt_logprobs,
+    shown,
     usage,
 )
 from actors.gateway.tokenizer import CheckpointTokenizer
@@ -115,6 +116,6 @@ class ChatResponder:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._names.name(token_id),
-            "logprob": logprob,
+            "logprob": shown(logprob),
             "bytes": list(self._names.bytes(token_id)),
         }

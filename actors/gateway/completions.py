@@ -13,6 +13,7 @@ from actors.gateway.responses import (
     extend_whole,
     measured,
     prompt_logprobs,
+    shown,
     usage,
 )
 from actors.gateway.tokenizer import CheckpointTokenizer
@@ -108,7 +109,7 @@ class CompletionResponder:
 
     def _add(self, found: dict[str, list[Any]], token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
         found["tokens"].append(self._names.name(token_id))
-        found["token_logprobs"].append(None if entry is None else entry.logprob)
+        found["token_logprobs"].append(None if entry is None else shown(entry.logprob))
         found["top_logprobs"].append(None if entry is None else self._names.top(entry, self._plan.logprobs))
         found["text_offset"].append(offset)
 

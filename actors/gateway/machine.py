@@ -35,9 +35,10 @@ decode instance that streams it, or all of them while none has spoken yet. P and
 
 from __future__ import annotations
 
-from actors.gateway.attempts import INSTANCE_WAIT_MS, RETRY_AFTER_S, Attempts, timer
+from actors.gateway.admission import refuse
+from actors.gateway.attempts import INSTANCE_WAIT_MS, Attempts, timer
 from actors.gateway.book import Book
-from actors.gateway.jobs import DeliverRefusal, DeliverTokens, PublishInstances, PublishLoad
+from actors.gateway.jobs import DeliverTokens, PublishInstances, PublishLoad
 from actors.gateway.record import Holder, Record
 from actors.gateway.rollcall import RollCall
 from actors.gateway.routing import Router
@@ -140,7 +141,7 @@ class GatewayMachine:
     # -- the client's side -------------------------------------------------------------------------------------------
 
     def _on_client_submit(self, now_ns: int, message: ClientSubmit) -> list[Effect]:
-        if (refusal := self._refusal(message)) is not None:
+        if (refusal := refuse(message, self._book, self._router, draining=bool(self._drain_asked_by))) is not None:
             fields = (("request", message.request_id), ("code", refusal.code), ("reason", refusal.message))
             return [Run(refusal), Note("info", "request refused", fields)]
         effects: list[Effect] = []
@@ -150,29 +151,6 @@ class GatewayMachine:
         if not self._roll_call_timed:
             effects.append(self._time_roll_call())
         return effects
-
-    def _refusal(self, message: ClientSubmit) -> DeliverRefusal | None:
-        """Why this ticket is not admitted, or None."""
-        ticket = message.ticket
-        if self._drain_asked_by:
-            text = "the server is stopping"
-            return DeliverRefusal(ticket=ticket, code=503, message=text, retry_after_s=RETRY_AFTER_S)
-        if taken := self._book.taken(message.request_id, (sample.request_id for sample in message.samples)):
-            text = f"request id {taken!r} is already in flight; choose another or wait until that request has ended"
-            return DeliverRefusal(ticket=ticket, code=409, message=text, param="request_id")
-        if not self._router.can_serve():
-            alive = ", ".join(sorted(self._router.instances)) or "none"
-            text = f"no instance can serve now (alive: {alive}); try again in {RETRY_AFTER_S} s"
-            return DeliverRefusal(ticket=ticket, code=503, message=text, retry_after_s=RETRY_AFTER_S)
-        longest = max(message.samples, key=lambda sample: len(sample.prompt_token_ids) + sample.sampling.max_tokens)
-        prompt, output = len(longest.prompt_token_ids), longest.sampling.max_tokens
-        if prompt + output > (limit := self._router.length_max()):
-            text = (
-                f"prompt ({prompt} tokens) plus max_tokens ({output}) is {prompt + output} tokens, but the longest "
-                f"sequence that a live instance holds is {limit} tokens"
-            )
-            return DeliverRefusal(ticket=ticket, code=400, message=text, param="max_tokens")
-        return None
 
     def _on_client_cancel(self, now_ns: int, message: ClientCancel) -> list[Effect]:
         effects: list[Effect] = []

@@ -43,6 +43,15 @@ class Responder(Protocol):
         ...
 
 
+LOGPROB_MIN = -9999.0
+"""What a log-probability of minus infinity (a masked token) is shown as: JSON has no infinity."""
+
+
+def shown(logprob: float) -> float:
+    """A log-probability as JSON can carry it."""
+    return max(logprob, LOGPROB_MIN)
+
+
 class TokenNames:
     """Tokens as text. One that is no valid text of its own is shown as ``bytes:\\xe4\\xbd``, as OpenAI does."""
 
@@ -71,7 +80,7 @@ class TokenNames:
         found: dict[str, float] = {}
         for token_id, logprob in dict([*entry.top[:count], (entry.token_id, entry.logprob)]).items():
             name = self.name(token_id)
-            found[f"token_id:{token_id}" if name in found else name] = logprob
+            found[f"token_id:{token_id}" if name in found else name] = shown(logprob)
         return found
 
 
@@ -84,7 +93,7 @@ def _by_token_id(names: TokenNames, entry: TokenLogprobs, count: int) -> dict[st
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:count], start=1)]
     ranked.append((entry.token_id, entry.logprob, entry.rank))
     return {
-        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": names.name(token_id)}
+        str(token_id): {"logprob": shown(logprob), "rank": rank, "decoded_token": names.name(token_id)}
         for token_id, logprob, rank in ranked
     }
 

@@ -1,0 +1,183 @@
+"""Where the actor's thread meets the event loop: what comes before the machine, after it, and goes wrong in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from actors.gateway.detokenizer import TextStream
+from actors.gateway.edge import Edge, SampleStream, TicketStream
+from actors.gateway.jobs import DeliverEnd, DeliverTokens, PublishInstances, Timings
+from actors.gateway.metrics import GatewayMetrics
+from actors.runtime.machine import Job
+from messages.base import Message
+from messages.gateway import ClientCancel, ClientStopped, ClientSubmit, Delivered, Sample
+from messages.requests import PhaseTimes, SamplingParams, Usage
+
+
+class Letters:
+    """Token 97 is "a"; token 0 breaks it."""
+
+    def push(self, token_id: int) -> str:
+        if token_id == 0:
+            raise ValueError("no such letter")
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class Bench:
+    """An edge, what it told the machine, and what its jobs answered."""
+
+    def __init__(self, *, started: bool = True) -> None:
+        self.posted: list[Message] = []
+        self.done: list[Message] = []
+        self.edge = Edge(self.posted.append, GatewayMetrics())
+        if started:
+            self.run(PublishInstances(instances=(("m0", "MIX", 10),), can_serve=True, length_max=10))
+
+    def run(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.edge.submit(job, lambda to, message: None, self.done.append)
+
+    def open(self, count: int = 1, stops: tuple[str, ...] = ()) -> TicketStream:
+        sample = Sample(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
+        return self.edge.open(
+            "r", [SampleStream(sample, TextStream(Letters(), stops=stops)) for _ in range(count)], "online"
+        )
+
+
+def tokens(*token_ids: int, first_index: int = 0, ticket: int = 1) -> DeliverTokens:
+    return DeliverTokens(ticket=ticket, sample=0, first_index=first_index, token_ids=token_ids)
+
+
+def end(ticket: int = 1) -> DeliverEnd:
+    timings = Timings(
+        ttft_ms=1, tpot_ms=1, e2e_ms=1, attempts=1, prefill_instance="m0", decode_instance="m0", phases=PhaseTimes()
+    )
+    return DeliverEnd(ticket=ticket, sample=0, reason="length", usage=Usage(), timings=timings)
+
+
+def in_loop(body: Callable[[Bench], object]) -> Bench:
+    """Run an async test body with a bench."""
+    bench = Bench()
+
+    async def run() -> None:
+        result = body(bench)
+        assert asyncio.iscoroutine(result)
+        await asyncio.wait_for(result, 20)
+
+    asyncio.run(run())
+    return bench
+
+
+def test_every_job_is_answered_exactly_once() -> None:
+    async def body(bench: Bench) -> None:
+        bench.open()
+        bench.run(tokens(97), end(), tokens(98, ticket=9), end(ticket=9))
+
+    bench = in_loop(body)
+    assert [type(message) for message in bench.done] == [Delivered] * 5
+    assert [message.ended for message in bench.done if isinstance(message, Delivered)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_before_the_machine_has_a_view_and_after_it_stopped_requests_are_refused() -> None:
+    async def body(unused: Bench) -> None:
+        bench = Bench(started=False)
+        assert bench.open().failure is not None
+        assert bench.posted == []
+        bench.run(PublishInstances(instances=(), can_serve=False, length_max=0))
+        assert bench.open().failure is None
+        bench.edge.close()
+        stream = bench.open()
+        assert stream.failure is not None
+        assert stream.failure.code == 503
+        assert [type(message) for message in bench.posted] == [ClientSubmit]
+
+    in_loop(body)
+
+
+def test_whoever_waits_when_the_actor_stops_gets_an_error() -> None:
+    async def body(bench: Bench) -> None:
+        stream = bench.open()
+        bench.edge.close()
+        while await stream.news():
+            pass
+        assert stream.failure is not None
+        assert stream.failure.code == 503
+
+    in_loop(body)
+
+
+def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
+    async def body(bench: Bench) -> None:
+        broken, healthy = bench.open(), bench.open()
+        bench.run(tokens(0, ticket=1), tokens(97, ticket=2), end(ticket=2))
+        while await broken.news():
+            pass
+        while await healthy.news():
+            pass
+        assert broken.failure is not None
+        assert broken.failure.code == 500
+        assert healthy.samples[0].total.text == "a"
+        assert [type(message) for message in bench.posted[2:]] == [ClientCancel]
+
+    in_loop(body)
+
+
+def test_a_stop_string_is_told_once_and_ends_the_sample_s_text() -> None:
+    async def body(bench: Bench) -> None:
+        stream = bench.open(stops=("ab",))
+        bench.run(tokens(120, 97, 98, 97, 98), tokens(97, 98, first_index=5), end())
+        while await stream.news():
+            pass
+        sample = stream.samples[0]
+        assert (sample.total.text, sample.total.token_ids) == ("x", [120, 97, 98])
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", "ab")
+        assert bench.posted[1:] == [ClientStopped(ticket=1, sample=0, token_count=3)]
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_letting_go_of_a_request_cancels_it_unless_it_is_over(over: bool) -> None:
+    async def body(bench: Bench) -> None:
+        stream = bench.open()
+        if over:
+            bench.run(end())
+            while await stream.news():
+                pass
+        bench.edge.release(stream)
+        bench.edge.release(stream)
+        assert [type(message) for message in bench.posted[1:]] == ([] if over else [ClientCancel])
+
+    in_loop(body)
+
+
+def test_deltas_are_given_once_and_add_up_to_the_total() -> None:
+    async def body(bench: Bench) -> None:
+        stream = bench.open()
+        bench.run(tokens(97, 98))
+        await stream.news()
+        first = stream.samples[0].take()
+        bench.run(tokens(99, first_index=2), end())
+        while await stream.news():
+            pass
+        second = stream.samples[0].take()
+        assert (first.text, second.text, stream.samples[0].take().text) == ("ab", "c", "")
+        first.add(second)
+        assert first == stream.samples[0].total
+
+    in_loop(body)
