@@ -71,17 +71,20 @@ def pull_copies(link: Link, job: PullJob) -> list[Copy]:
 
 
 def merge_copies(link: Link, job: MergeJob) -> list[Copy]:
-    """What the staging actor merges for ``job``: every source's window into the final rows."""
+    """What the staging actor merges for ``job``: every source's window into the final rows.
+
+    Tensor by tensor, all sources of one before the next: their rows share pages, and mostly cache lines' neighbours.
+    """
     tokens = TokenRange(job.token_start, job.token_count)
+    windows = dict(job.windows)
     parts = []
-    for source_rank, window_offset in job.windows:
-        for route in _merged(link.plan, job, source_rank):
-            area = area_offset(link.plan, route, window_offset)
-            if route.by_block:
-                ranges = window_to_block(route, job.target_block_ids, tokens, area)
-            else:
-                ranges = window_to_slot(route, job.target_slot, area)
-            parts.append((link.staging_region, route.target.region_id, ranges))
+    for route in _merged(link.plan, job):
+        area = area_offset(link.plan, route, windows[route.source_rank])
+        if route.by_block:
+            ranges = window_to_block(route, job.target_block_ids, tokens, area)
+        else:
+            ranges = window_to_slot(route, job.target_slot, area)
+        parts.append((link.staging_region, route.target.region_id, ranges))
     return _grouped(parts)
 
 
@@ -93,16 +96,12 @@ def _pulled(plan: TransferPlan, job: PullJob) -> tuple[Route, ...]:
     return plan.select(source_rank=job.source_rank, by_block=True, namespace=job.kind)
 
 
-def _merged(plan: TransferPlan, job: MergeJob, source_rank: int) -> Iterable[Route]:
-    by_block = job.kind != "conv"
-    for route in plan.select(source_rank=source_rank, by_block=by_block, in_place=False):
-        wanted = (
-            not by_block
-            or route.namespace == job.kind
-            or (job.kind == "chunk" and (route.namespace == "target" or job.with_draft))
-        )
-        if wanted:
-            yield route
+def _merged(plan: TransferPlan, job: MergeJob) -> tuple[Route, ...]:
+    if job.kind == "conv":
+        return plan.select(by_block=False, in_place=False)
+    if job.kind == "chunk":
+        return plan.select(by_block=True, in_place=False, namespace=None if job.with_draft else "target")
+    return plan.select(by_block=True, in_place=False, namespace=job.kind)
 
 
 def _grouped(parts: Iterable[tuple[str, str, Ranges]]) -> list[Copy]:

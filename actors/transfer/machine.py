@@ -134,8 +134,11 @@ class TransferMachine:
             case PushFailed():
                 return target.on_push_failed(now_ns, sender, message)
             case ClosePush():
-                heard = PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank)
-                return [*source.on_close_push(message), Send(sender, heard)]
+                effects = source.on_close_push(message)
+                if (message.request_id, message.epoch) in source.pushes:
+                    return effects  # a write still reads the source blocks; the engine asks again
+                closed = PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank)
+                return [*effects, Send(sender, closed)]
             case AbortPush():
                 return source.on_abort_push(sender, message)
             case PushDrained():

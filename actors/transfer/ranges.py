@@ -10,7 +10,7 @@ or of one slot), and both ends of a copy are lists of ``Strided`` that pair up o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,9 @@ from messages.layout import TensorLayout
 from transport.dataplane import Strided
 
 Ints = npt.NDArray[np.int64]
+
+GROUPS_CACHED = 512
+"""Chunks whose row groups are remembered: those under way, over all requests, both directions."""
 
 
 class Ranges(NamedTuple):
@@ -47,6 +50,15 @@ class TokenRange(NamedTuple):
     size: int
 
 
+class _Blocks(NamedTuple):
+    """How a block tensor is laid out, relative to its base: what its layers and roles have in common."""
+
+    resource_count: int
+    rows: int
+    resource_stride_bytes: int
+    row_stride_bytes: int
+
+
 class _Rows(NamedTuple):
     """Groups of rows: ``first`` is each group's first byte, and rows follow each other ``stride_bytes`` apart."""
 
@@ -54,51 +66,68 @@ class _Rows(NamedTuple):
     stride_bytes: int
 
 
+class _Groups(NamedTuple):
+    """Groups of rows that lie evenly spaced on both sides; offsets are relative to where each side begins."""
+
+    source_first: list[int]
+    target_first: list[int]
+    counts: list[int]
+
+
 def block_ranges(
-    route: Route, source_block_ids: Sequence[int], target_block_ids: Sequence[int], tokens: TokenRange
+    route: Route, source_block_ids: tuple[int, ...], target_block_ids: tuple[int, ...], tokens: TokenRange
 ) -> Ranges:
     """Rows of ``tokens`` from the source's blocks straight into the target's blocks (a route in place)."""
-    rows = _rows_per_block(tokens, route.target.rows_per_resource)
-    source = _in_blocks(route.source, source_block_ids, tokens)
-    target = _in_blocks(route.target, target_block_ids, tokens)
-    return _compile(rows, source, target, [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs])
+    source, target = route.source, route.target
+    groups = _groups(
+        tokens,
+        _blocks_of(source),
+        _touched(source, source_block_ids, tokens),
+        _blocks_of(target),
+        _touched(target, target_block_ids, tokens),
+    )
+    runs = [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
+    return _emit(groups, source.base_bytes, source.row_stride_bytes, target.base_bytes, target.row_stride_bytes, runs)
 
 
-def block_to_window(route: Route, source_block_ids: Sequence[int], tokens: TokenRange, area_offset: int) -> Ranges:
+def block_to_window(route: Route, source_block_ids: tuple[int, ...], tokens: TokenRange, area_offset: int) -> Ranges:
     """Rows of ``tokens`` from the source's blocks into the area at byte ``area_offset`` of the staging region."""
-    rows = _rows_per_block(tokens, route.target.rows_per_resource)
-    source = _in_blocks(route.source, source_block_ids, tokens)
-    target = _dense(rows, route.row_bytes, area_offset)
-    return _compile(rows, source, target, [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs])
+    source = route.source
+    touched = _touched(source, source_block_ids, tokens)
+    groups = _groups(tokens, _blocks_of(source), touched, _dense(route), ())
+    runs = [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs]
+    return _emit(groups, source.base_bytes, source.row_stride_bytes, area_offset, route.row_bytes, runs)
 
 
-def window_to_block(route: Route, target_block_ids: Sequence[int], tokens: TokenRange, area_offset: int) -> Ranges:
+def window_to_block(route: Route, target_block_ids: tuple[int, ...], tokens: TokenRange, area_offset: int) -> Ranges:
     """The merge of what ``block_to_window`` brought: from the area into the target's blocks."""
-    rows = _rows_per_block(tokens, route.target.rows_per_resource)
-    source = _dense(rows, route.row_bytes, area_offset)
-    target = _in_blocks(route.target, target_block_ids, tokens)
-    return _compile(rows, source, target, [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs])
+    target = route.target
+    touched = _touched(target, target_block_ids, tokens)
+    groups = _groups(tokens, _dense(route), (), _blocks_of(target), touched)
+    runs = [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
+    return _emit(groups, area_offset, route.row_bytes, target.base_bytes, target.row_stride_bytes, runs)
 
 
 def slot_ranges(route: Route, source_slot: int, target_slot: int) -> Ranges:
     """The live rows of a state slot from source to target (a route in place)."""
-    rows = np.array([route.target.live_rows])
-    source, target = _in_slot(route.source, source_slot), _in_slot(route.target, target_slot)
-    return _compile(rows, source, target, [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs])
+    source, target = route.source, route.target
+    at, to = _slot_offset(source, source_slot), _slot_offset(target, target_slot)
+    runs = [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
+    return _emit(_slot(route), at, source.row_stride_bytes, to, target.row_stride_bytes, runs)
 
 
 def slot_to_window(route: Route, source_slot: int, area_offset: int) -> Ranges:
     """The live rows of a state slot into a window's area."""
-    rows = np.array([route.target.live_rows])
-    source, target = _in_slot(route.source, source_slot), _dense(rows, route.row_bytes, area_offset)
-    return _compile(rows, source, target, [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs])
+    at = _slot_offset(route.source, source_slot)
+    runs = [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs]
+    return _emit(_slot(route), at, route.source.row_stride_bytes, area_offset, route.row_bytes, runs)
 
 
 def window_to_slot(route: Route, target_slot: int, area_offset: int) -> Ranges:
     """The merge of what ``slot_to_window`` brought: from the area into the target's slot."""
-    rows = np.array([route.target.live_rows])
-    source, target = _dense(rows, route.row_bytes, area_offset), _in_slot(route.target, target_slot)
-    return _compile(rows, source, target, [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs])
+    to = _slot_offset(route.target, target_slot)
+    runs = [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
+    return _emit(_slot(route), area_offset, route.row_bytes, to, route.target.row_stride_bytes, runs)
 
 
 def area_offset(plan: TransferPlan, route: Route, window_offset: int) -> int:
@@ -109,19 +138,21 @@ def area_offset(plan: TransferPlan, route: Route, window_offset: int) -> int:
 # -- places -------------------------------------------------------------------------------------------------------
 
 
-def _rows_per_block(tokens: TokenRange, block_size: int) -> Ints:
-    """How many of the tokens lie in each block they touch, in order."""
+def _blocks_of(layout: TensorLayout) -> _Blocks:
+    return _Blocks(
+        layout.resource_count, layout.rows_per_resource, layout.resource_stride_bytes, layout.row_stride_bytes
+    )
+
+
+def _dense(route: Route) -> _Blocks:
+    """A window's area as one endless block: rows of the route one behind the other."""
+    return _Blocks(0, route.target.rows_per_resource, 0, route.row_bytes)
+
+
+def _touched(layout: TensorLayout, block_ids: tuple[int, ...], tokens: TokenRange) -> tuple[int, ...]:
+    """The blocks, of a request's whole block table, in which the tokens lie."""
     if tokens.size < 1 or tokens.start < 0:
         raise ValueError(f"a range of {tokens.size} tokens from {tokens.start} moves nothing")
-    end = tokens.start + tokens.size
-    first, last = tokens.start // block_size, (end - 1) // block_size
-    edges = np.arange(first, last + 2, dtype=np.int64) * block_size
-    edges[0], edges[-1] = tokens.start, end
-    return np.diff(edges)
-
-
-def _in_blocks(layout: TensorLayout, block_ids: Sequence[int], tokens: TokenRange) -> _Rows:
-    """The tokens' rows in a block tensor; ``block_ids`` is the request's whole block table."""
     block_size = layout.rows_per_resource
     first, last = tokens.start // block_size, (tokens.start + tokens.size - 1) // block_size
     if last >= len(block_ids):
@@ -129,46 +160,86 @@ def _in_blocks(layout: TensorLayout, block_ids: Sequence[int], tokens: TokenRang
             f"{layout.name}: token {tokens.start + tokens.size - 1} lies in block {last} of its request, whose block "
             f"table has {len(block_ids)} entries"
         )
-    ids = np.array(block_ids[first : last + 1], dtype=np.int64)
-    if ids.min() < 0 or ids.max() >= layout.resource_count:
-        raise ValueError(f"{layout.name}: a block id outside [0, {layout.resource_count}): {ids.min()} … {ids.max()}")
-    starts = layout.base_bytes + ids * layout.resource_stride_bytes
-    starts[0] += tokens.start % block_size * layout.row_stride_bytes
-    return _Rows(starts, layout.row_stride_bytes)
+    return tuple(block_ids[first : last + 1])
 
 
-def _in_slot(layout: TensorLayout, slot: int) -> _Rows:
+def _slot_offset(layout: TensorLayout, slot: int) -> int:
     if not 0 <= slot < layout.resource_count:
         raise ValueError(f"{layout.name}: slot {slot} outside [0, {layout.resource_count})")
-    start = layout.base_bytes + slot * layout.resource_stride_bytes
-    return _Rows(np.array([start], dtype=np.int64), layout.row_stride_bytes)
+    return layout.base_bytes + slot * layout.resource_stride_bytes
 
 
-def _dense(rows: Ints, row_bytes: int, offset: int) -> _Rows:
-    """Rows one behind the other from ``offset`` on, cut into the same groups as the other side."""
-    return _Rows(offset + (np.cumsum(rows) - rows) * row_bytes, row_bytes)
+def _slot(route: Route) -> _Groups:
+    return _Groups([0], [0], [route.target.live_rows])
 
 
 # -- ranges -------------------------------------------------------------------------------------------------------
 
 
-def _compile(rows: Ints, source: _Rows, target: _Rows, runs: list[tuple[int, int, int]]) -> Ranges:
-    """Ranges for groups of rows: groups that continue each other on both sides are one."""
-    continues = (source.first[1:] == source.first[:-1] + rows[:-1] * source.stride_bytes) & (
-        target.first[1:] == target.first[:-1] + rows[:-1] * target.stride_bytes
+@lru_cache(maxsize=GROUPS_CACHED)
+def _groups(
+    tokens: TokenRange, source: _Blocks, source_ids: tuple[int, ...], target: _Blocks, target_ids: tuple[int, ...]
+) -> _Groups:
+    """Rows that continue each other on both sides, as few groups as possible.
+
+    Equal for all layers and both roles of a chunk, hence cached. No ids: that side is dense.
+    """
+    rows = _rows_per_block(tokens, source.rows)
+    one = _in_blocks(source, source_ids, tokens) if source_ids else _one_behind_the_other(rows, source)
+    other = _in_blocks(target, target_ids, tokens) if target_ids else _one_behind_the_other(rows, target)
+    continues = (one.first[1:] == one.first[:-1] + rows[:-1] * one.stride_bytes) & (
+        other.first[1:] == other.first[:-1] + rows[:-1] * other.stride_bytes
     )
     heads = np.flatnonzero(np.concatenate(([True], ~continues)))
-    counts = np.add.reduceat(rows, heads).tolist()
-    source_first, target_first = source.first[heads].tolist(), target.first[heads].tolist()
+    counts = np.add.reduceat(rows, heads)
+    return _Groups(one.first[heads].tolist(), other.first[heads].tolist(), counts.tolist())
+
+
+def _rows_per_block(tokens: TokenRange, block_size: int) -> Ints:
+    """How many of the tokens lie in each block they touch, in order."""
+    end = tokens.start + tokens.size
+    first, last = tokens.start // block_size, (end - 1) // block_size
+    edges = np.arange(first, last + 2, dtype=np.int64) * block_size
+    edges[0], edges[-1] = tokens.start, end
+    return np.diff(edges)
+
+
+def _in_blocks(blocks: _Blocks, block_ids: tuple[int, ...], tokens: TokenRange) -> _Rows:
+    ids = np.array(block_ids, dtype=np.int64)
+    if ids.min() < 0 or ids.max() >= blocks.resource_count:
+        raise ValueError(f"a block id outside [0, {blocks.resource_count}): {ids.min()} … {ids.max()}")
+    starts = ids * blocks.resource_stride_bytes
+    starts[0] += tokens.start % blocks.rows * blocks.row_stride_bytes
+    return _Rows(starts, blocks.row_stride_bytes)
+
+
+def _one_behind_the_other(rows: Ints, blocks: _Blocks) -> _Rows:
+    """Dense rows, cut into the same groups as the other side."""
+    return _Rows((np.cumsum(rows) - rows) * blocks.row_stride_bytes, blocks.row_stride_bytes)
+
+
+def _emit(
+    groups: _Groups,
+    source_offset: int,
+    source_stride: int,
+    target_offset: int,
+    target_stride: int,
+    runs: list[tuple[int, int, int]],
+) -> Ranges:
+    """The groups as ranges, for each run (source offset, target offset, bytes) of a row."""
     result = Ranges([], [])
     for source_run, target_run, size in runs:
-        result.source.extend(_strided(source_first, counts, source_run, size, source.stride_bytes))
-        result.target.extend(_strided(target_first, counts, target_run, size, target.stride_bytes))
+        result.source.extend(
+            _strided(groups.source_first, groups.counts, source_offset + source_run, size, source_stride)
+        )
+        result.target.extend(
+            _strided(groups.target_first, groups.counts, target_offset + target_run, size, target_stride)
+        )
     return result
 
 
-def _strided(first: list[int], counts: list[int], run_offset: int, size: int, stride: int) -> list[Strided]:
+def _strided(first: list[int], counts: list[int], offset: int, size: int, stride: int) -> list[Strided]:
     """One ``Strided`` per group of rows; whole rows are one contiguous run."""
     if size == stride:
-        return [Strided(start + run_offset, size * count) for start, count in zip(first, counts, strict=True)]
-    return [Strided(start + run_offset, size, count, stride) for start, count in zip(first, counts, strict=True)]
+        return [Strided(start + offset, size * count) for start, count in zip(first, counts, strict=True)]
+    return [Strided(start + offset, size, count, stride) for start, count in zip(first, counts, strict=True)]

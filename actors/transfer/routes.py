@@ -213,16 +213,24 @@ class TransferPlan:
         layer: int | None = None,
         in_place: bool | None = None,
     ) -> tuple[Route, ...]:
-        """The routes that match everything given, in plan order."""
-        return tuple(
-            route
-            for route in self.routes
-            if (source_rank is None or route.source_rank == source_rank)
-            and (by_block is None or route.by_block == by_block)
-            and (namespace is None or route.namespace == namespace)
-            and (layer is None or route.layer == layer)
-            and (in_place is None or route.in_place == in_place)
-        )
+        """The routes that match everything given, in plan order. Remembered: asked for every chunk and layer."""
+        key = (source_rank, by_block, namespace, layer, in_place)
+        found = self._selected.get(key)
+        if found is None:
+            found = self._selected[key] = tuple(
+                route
+                for route in self.routes
+                if (source_rank is None or route.source_rank == source_rank)
+                and (by_block is None or route.by_block == by_block)
+                and (namespace is None or route.namespace == namespace)
+                and (layer is None or route.layer == layer)
+                and (in_place is None or route.in_place == in_place)
+            )
+        return found
+
+    @cached_property
+    def _selected(self) -> dict[tuple[object, ...], tuple[Route, ...]]:
+        return {}
 
     @cached_property
     def windows(self) -> dict[int, WindowLayout]:

@@ -82,14 +82,14 @@ def pairs_of(ranges: Ranges) -> dict[int, int]:
 
 def test_adjacent_blocks_of_whole_rows_become_one_contiguous_range() -> None:
     same = route(layout(units=2), layout(units=2), (0, 0, 2))
-    ranges = block_ranges(same, range(3, 40), range(5, 42), TokenRange(0, 37 * 4))
+    ranges = block_ranges(same, tuple(range(3, 40)), tuple(range(5, 42)), TokenRange(0, 37 * 4))
     assert ranges.source == [Strided(3 * 32, 37 * 32)]
     assert ranges.target == [Strided(5 * 32, 37 * 32)]
 
 
 def test_an_interleaved_merge_of_adjacent_blocks_is_one_strided_range() -> None:
     part = route(layout(units=1), layout(units=2), (0, 1, 1))
-    ranges = window_to_block(part, range(5, 15), TokenRange(0, 40), 4096)
+    ranges = window_to_block(part, tuple(range(5, 15)), TokenRange(0, 40), 4096)
     assert ranges.source == [Strided(4096, 160)]
     assert ranges.target == [Strided(5 * 32 + 4, 4, 40, 8)]
 
@@ -145,7 +145,7 @@ def test_only_live_rows_of_a_slot_move_when_depths_differ() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Route, list[int], list[int], TokenRange]:
+def cases(draw: st.DrawFn) -> tuple[Route, tuple[int, ...], tuple[int, ...], TokenRange]:
     block_size = draw(st.integers(1, 5))
     source_units, target_units = draw(st.integers(1, 5)), draw(st.integers(1, 5))
     source = layout(
@@ -169,10 +169,10 @@ def cases(draw: st.DrawFn) -> tuple[Route, list[int], list[int], TokenRange]:
     runs = st.integers(0, 63 - blocks).map(lambda first: list(range(first, first + blocks)))
     start = draw(st.integers(0, blocks * block_size - 1))
     size = draw(st.integers(1, blocks * block_size - start))
-    return route(source, target, *segments), draw(ids | runs), draw(ids | runs), TokenRange(start, size)
+    return route(source, target, *segments), tuple(draw(ids | runs)), tuple(draw(ids | runs)), TokenRange(start, size)
 
 
-def row_place(tensor: TensorLayout, block_ids: list[int], token: int) -> int:
+def row_place(tensor: TensorLayout, block_ids: tuple[int, ...], token: int) -> int:
     block, row = block_ids[token // tensor.rows_per_resource], token % tensor.rows_per_resource
     return tensor.base_bytes + block * tensor.resource_stride_bytes + row * tensor.row_stride_bytes
 
@@ -180,7 +180,7 @@ def row_place(tensor: TensorLayout, block_ids: list[int], token: int) -> int:
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_ranges_name_exactly_the_bytes_of_the_rows_and_segments(
-    case: tuple[Route, list[int], list[int], TokenRange],
+    case: tuple[Route, tuple[int, ...], tuple[int, ...], TokenRange],
 ) -> None:
     path, source_ids, target_ids, tokens = case
     naive: dict[int, int] = {}
@@ -216,7 +216,7 @@ def test_a_slot_through_a_window_arrives_where_a_direct_copy_would_put_it(
 
 def test_a_long_prompt_compiles_without_a_range_per_token() -> None:
     part = route(layout(units=1, block_size=128, count=512), layout(units=2, block_size=128, count=512), (0, 1, 1))
-    scattered = np.random.default_rng(5).permutation(512)[:146].tolist()
+    scattered = tuple(np.random.default_rng(5).permutation(512)[:146].tolist())
     ranges = block_ranges(part, scattered, scattered, TokenRange(0, 18592))
     assert len(ranges.source) <= 146
     assert ranges.size_bytes == 18592 * 4
