@@ -216,7 +216,8 @@ class ClosePush(Message, frozen=True, kw_only=True):
 
 
 class PushClosed(Message, frozen=True, kw_only=True):
-    """P transfer → P engine: ``ClosePush`` was heard. The engine repeats it to the ranks that have not said so."""
+    """P transfer → P engine, and (rank -1, once all ranks said so) P engine → P scheduler: the push is over and none of
+    its writes is in flight, so nothing of it reads the source blocks. The engine repeats ``ClosePush`` until then."""
 
     request_id: str
     epoch: int
@@ -382,7 +383,7 @@ class StagingCreated(Message, frozen=True, kw_only=True):
 
 
 class WriteDone(Message, frozen=True, kw_only=True):
-    """P transfer to itself: part ``part`` of a chunk (some layers) lies at the target rank, or ``error`` says why not."""
+    """P transfer to itself: ``part`` of a chunk (some layers) lies at the target rank, or ``error`` says why not."""
 
     request_id: str
     epoch: int

@@ -1,9 +1,10 @@
 """Prefill side: the pushes of this instance, opened and closed on all of its ranks.
 
-    (new) --OpenPush--> on every rank --ClosePush--> CLOSING --every rank heard--> (gone)
+    (new) --OpenPush--> on every rank --ClosePush--> CLOSING --every rank closed--> (gone, PushClosed)
 
-A rank keeps a push until it is told to close it, so ``ClosePush`` is repeated to the ranks that have not said that they
-heard. A failed push is only passed on: the decode instance learns of it as well, and gives the attempt up.
+A rank keeps a push until it is told to close it, and while a write of it is in flight, so ``ClosePush`` is repeated to
+the ranks that have not confirmed. A failed push is only passed on: the decode instance learns of it as well, and gives
+the attempt up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Pushes:
         self._scheduler = control_address(instance, "scheduler")
         self._transfers = tuple(rank_address(instance, rank, "transfer") for rank in range(tp_size))
         self._resend_ms = resend_ms
-        self._closing: dict[tuple[str, int], set[int]] = {}  # (request id, epoch) → ranks that have not heard
+        self._closing: dict[tuple[str, int], set[int]] = {}  # (request id, epoch) → ranks that have not confirmed
 
     @property
     def closing_count(self) -> int:
@@ -48,7 +49,7 @@ class Pushes:
                 return None
 
     def _ask(self, request_id: str, epoch: int) -> list[Effect]:
-        """Tell the ranks that have not heard, and again later."""
+        """Tell the ranks that have not confirmed, and again later."""
         key = (request_id, epoch)
         missing = self._closing.get(key)
         if not missing:
@@ -67,4 +68,5 @@ class Pushes:
         if missing:
             return []
         del self._closing[key]
-        return [StopTimer((PURPOSE, *key))]
+        closed = PushClosed(request_id=message.request_id, epoch=message.epoch, rank=-1)
+        return [StopTimer((PURPOSE, *key)), Send(self._scheduler, closed)]

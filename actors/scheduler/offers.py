@@ -3,8 +3,8 @@
 An offer is one epoch of one request at one decode instance. It is *open* from ``AddNewRequest`` until that instance can
 have nothing of it any more: it refused, completed, failed or released it, or is dead. Nothing else closes an offer, no
 timeout either: an offer that is given up is asked back (``ReleaseRequest``, repeated) and stays open until it is
-confirmed. While an offer is open and its pushes were opened, the request's memory here is pinned: that decode instance,
-or a write that is on its way to it, may still read it.
+confirmed. Once its pushes were opened, the request's memory here is pinned until the offer is closed and the engine
+says that no rank has a write in flight: until then that decode instance, or a write on its way to it, may read it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Offers:
         self._peers = peers
         self._out = out
         self.open: dict[Key, Offer] = {}
+        self._closing: dict[Key, Holding] = {}  # closed, but their pushes are not
 
     def find(self, request_id: str, epoch: int, instance: str, incarnation: int) -> Offer | None:
         """The open offer that a message from this incarnation of ``instance`` is about."""
@@ -71,7 +72,8 @@ class Offers:
 
     def is_taken(self, request_id: str, epoch: int) -> bool:
         """Whether this epoch may still be in use (a client may use an id again before its last use is released)."""
-        return (request_id, epoch) in self.open or (request_id, epoch) in self._pool.holdings
+        key = (request_id, epoch)
+        return key in self.open or key in self._closing or key in self._pool.holdings
 
     def make(self, now_ns: int, submit: SubmitRequest, epoch: int, instance: str, incarnation: int) -> Offer:
         """Ask a decode instance to reserve everything that decode needs."""
@@ -157,8 +159,15 @@ class Offers:
         self._stop_timers(offer)
         self._out.stop_request_timer("release", *offer.key)
         if offer.holding is not None:
+            self._closing[offer.key] = offer.holding
             self._out.send(self._settings.engine, ClosePush(request_id=offer.request_id, epoch=offer.epoch))
-            self._pool.unpin(offer.holding, offer.key)
+
+    def push_closed(self, key: Key) -> bool:
+        """No rank reads the memory for this offer any more; False when nobody waited for that."""
+        holding = self._closing.pop(key, None)
+        if holding is not None:
+            self._pool.unpin(holding, key)
+        return holding is not None
 
     def _answered(self, offer: Offer) -> None:
         if offer.answered:

@@ -52,7 +52,7 @@ from messages.handoff import (
 )
 from messages.requests import CancelRequest, SubmitRequest
 from messages.timers import RequestTimer
-from messages.transfer import PushFailed
+from messages.transfer import PushClosed, PushFailed
 
 S, E = PrefillState, PrefillEvent
 
@@ -108,6 +108,9 @@ class PrefillSide:
                 self._on_given_back(now_ns, message, "the decode instance released it")
             case PushFailed():
                 self._on_push_failed(message)
+            case PushClosed():
+                if not self.offers.push_closed((message.request_id, message.epoch)):
+                    self._out.drop_late(message, message.request_id, message.epoch)
             case _:
                 return False
         return True

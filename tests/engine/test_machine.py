@@ -330,6 +330,7 @@ def test_a_closed_push_is_closed_again_until_every_rank_has_heard() -> None:
     harness.fire("close push")
     assert [to for to, _ in harness.take(ClosePush)] == [harness.transfer(0)]
     harness.tell(PushClosed(**key(), rank=0))
+    assert harness.one(PushClosed).rank == -1
     assert not harness.timers and harness.machine.pushes.closing_count == 0
 
 

@@ -15,6 +15,7 @@ from messages.cluster import ClusterView, InstanceInfo, PeerLinked
 from messages.layout import Manifest
 from messages.lifecycle import EngineReady
 from messages.requests import SamplingParams, SubmitRequest
+from messages.transfer import ClosePush, PushClosed
 from tests.scheduler.invariants import check_scheduler
 
 M = TypeVar("M", bound=Message)
@@ -82,6 +83,7 @@ class Harness:
         self.instance = instance
         self.now_ns = 1_000_000_000
         self.sent: list[Send] = []
+        self.closes_pushes = True
         self.notes: list[Note] = []
         self.failures: list[Fail] = []
         self.timers: dict[tuple[str | int, ...], tuple[int, Message]] = {}
@@ -92,8 +94,17 @@ class Harness:
     def tell(self, message: Message, sender: str = GATEWAY) -> None:
         """Hand ``message`` to the machine and file its effects."""
         self.now_ns += 1000
+        before = len(self.sent)
         self._file(self.machine.handle(self.now_ns, sender, message))
         check_scheduler(self.machine)
+        for send in self.sent[before:]:
+            if isinstance(send.message, ClosePush) and self.closes_pushes:
+                self.push_closed(send.message)
+
+    def push_closed(self, close: ClosePush) -> None:
+        """The engine says that no rank has a write of this push in flight."""
+        closed = PushClosed(request_id=close.request_id, epoch=close.epoch, rank=-1)
+        self.tell(closed, control_address(self.instance, "engine"))
 
     def _file(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -416,6 +416,19 @@ def test_blocks_of_a_request_are_held_until_the_decode_instance_is_known_dead() 
     closed(harness)
 
 
+def test_blocks_stay_while_a_write_to_a_dead_decode_instance_still_reads_them() -> None:
+    harness = prefill()
+    harness.closes_pushes = False
+    instance, _ = hand_off(harness)
+    harness.tell(CancelRequest(request_id="a", epoch=65535))
+    harness.tell(InstanceLost(instance=instance, incarnation=1, reason="killed"))
+    assert harness.machine.pool is not None and harness.machine.pool.holdings
+    close = harness.one(ClosePush)
+    harness.push_closed(close)
+    harness.push_closed(close)
+    closed(harness)
+
+
 @pytest.mark.parametrize("stage", ["offering", "backoff", "accepted", "prefilling", "handed off", "prefilled"])
 def test_a_cancel_at_any_time_releases_both_sides(stage: str) -> None:
     harness = prefill(block_count=64, slot_count=8, max_seqs_per_batch=1)
