@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.slow)
+
+
+def wait_until_idle(cluster: Cluster, timeout_s: float = 20.0) -> None:
+    """I4: every block and slot of every instance becomes free, within a bound."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        values = scheduler_values(cluster)
+        held = {
+            address: (found["blocks_total"] - found["blocks_free"], found["slots_total"] - found["slots_free"])
+            for address, found in values.items()
+        }
+        if not any(any(counts) for counts in held.values()):
+            return
+        assert time.monotonic() < deadline, f"still held (blocks, slots): {held}"

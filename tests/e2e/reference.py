@@ -39,8 +39,8 @@ class TransformersReference:
         inputs = torch.tensor([prompt])
         cache = None
         for _ in range(max_tokens):
-            out = self._model(inputs, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = self._model(inputs, cache=cache, use_cache=True)
+            cache = out.cache
             scores = torch.log_softmax(out.logits[0, -1].float(), dim=-1)
             best = torch.topk(scores, 2)
             answer.token_ids.append(int(best.indices[0]))
