@@ -17,9 +17,11 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+
 
 def serve(options: Options, factories: dict[Kind, tuple[str, ...]] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM, which drain first (twice: stop at once). Returns the exit status.
+    """Serve until SIGINT, SIGTERM or SIGHUP, which drain first (twice: stop at once). Returns the exit status.
 
     stdout gets exactly one line, when the cluster is ready: its URL and topology. Everything else goes to stderr.
     """
@@ -34,7 +36,9 @@ def serve(options: Options, factories: dict[Kind, tuple[str, ...]] | None = None
     def on_signal(number: int, frame: FrameType | None) -> None:
         cluster.events.put(Event("signal", signal.Signals(number).name))
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup asked for the opposite
+    numbers = STOP_SIGNALS if hears_hangup else STOP_SIGNALS[:2]
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         cluster.begin()
         return _follow(cluster, display)

@@ -183,7 +183,7 @@ sys.exit(serve(Options(topology="P1/D1", log_level="info"), FACTORIES))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_serve_prints_one_ready_line_and_ends_cleanly_when_signalled(number: signal.Signals) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", SERVE_SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
