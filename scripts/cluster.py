@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ from scripts.models import resolve_model
 from scripts.observe import Observer
 from scripts.start_display import StartDisplay
 from transport.keys import FILE_NAME, make_keys, write_keys
+
+_CLOSED = "closed"
 
 
 class ClusterError(RuntimeError):
@@ -128,8 +131,9 @@ class Cluster:
                 factories=(),
             )
             build = make_build(plan, run_dir, self._console, self._write_line)
-            self._node = Node(config, (build,), self._write_line)
-            self._node.start()
+            node = self._node = Node(config, (build,), self._write_line)
+            node.start()
+            threading.Thread(target=self._watch, args=(node,), name="cluster", daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -166,6 +170,7 @@ class Cluster:
         """Release the supervisor's node, killing what still runs. ``stop`` is the polite way."""
         node, self._node = self._node, None
         if node is not None:
+            node.stop(_CLOSED)
             node.close()
         if self.run_dir is not None:
             self.run_dir.remove()
@@ -209,6 +214,13 @@ class Cluster:
                 pause.get(timeout=0.05)
             except queue.Empty:
                 continue
+
+    def _watch(self, node: Node) -> None:
+        """The supervisor's own actors must not fail; should one, nobody waits for an end that never comes."""
+        reason = node.wait()
+        if reason != _CLOSED:
+            self._ended = Event("ended", f"the supervisor failed: {reason}", True)
+            self.events.put(self._ended)
 
     # -- from the console's thread -----------------------------------------------------------------------------------
 

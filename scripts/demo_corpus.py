@@ -41,6 +41,44 @@ SPLIT_PATTERN = (
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "distutils", "lib2to3", "__pycache__"}
 )
+CORE_FILES = frozenset(
+    [
+        "argparse.py",
+        "bisect.py",
+        "calendar.py",
+        "cmd.py",
+        "collections/__init__.py",
+        "configparser.py",
+        "contextlib.py",
+        "copy.py",
+        "csv.py",
+        "fileinput.py",
+        "fnmatch.py",
+        "functools.py",
+        "genericpath.py",
+        "getopt.py",
+        "glob.py",
+        "heapq.py",
+        "http/client.py",
+        "json/decoder.py",
+        "json/encoder.py",
+        "logging/__init__.py",
+        "ntpath.py",
+        "posixpath.py",
+        "queue.py",
+        "random.py",
+        "sched.py",
+        "shelve.py",
+        "shutil.py",
+        "socketserver.py",
+        "string.py",
+        "tempfile.py",
+        "textwrap.py",
+        "threading.py",
+        "urllib/parse.py",
+    ]
+)
+"""Everyday code, small enough to be read several times: most of what the model sees."""
 SKIPPED_FILES = frozenset({"entities.py"})
 FILE_BYTES_MAX = 300_000
 HELD_OUT_OF = 24  # one file in this many is held out
@@ -61,21 +99,26 @@ SMALL_TALK = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as text: ``train`` and ``held_out`` are plain code, ``chat`` whole conversations."""
+    """Documents as text: ``core``, ``rest`` and ``held_out`` are plain code, ``chat`` whole conversations."""
 
-    train: tuple[str, ...]
+    core: tuple[str, ...]
+    rest: tuple[str, ...]
     held_out: tuple[str, ...]
     chat: tuple[str, ...]
 
 
 def read_corpus(seed: int = 0) -> Corpus:
     """Read the standard library's sources and make the chat part from them."""
-    sources = [text for name, text in _source_files() if not _is_held_out(name)]
-    questions = [pair for text in sources for pair in _function_questions(text)]
+    sources = {name: text for name, text in _source_files() if not _is_held_out(name)}
+    core = {name: text for name, text in sources.items() if name in CORE_FILES}
+    rest = [text for name, text in sources.items() if name not in CORE_FILES]
+    questions = [pair for text in core.values() for pair in _function_questions(text)]
     random.Random(seed).shuffle(questions)
-    talk = [pair for pair in SMALL_TALK for _ in range(max(1, len(questions) // (20 * len(SMALL_TALK))))]
+    talk = [pair for pair in SMALL_TALK for _ in range(max(1, len(questions) // (8 * len(SMALL_TALK))))]
     chat = tuple(conversation(question, answer) for question, answer in (*questions, *talk))
-    return Corpus(train=_all_plain(sources), held_out=_all_plain(held_out_texts()), chat=chat)
+    return Corpus(
+        core=_all_plain(core.values()), rest=_all_plain(rest), held_out=_all_plain(held_out_texts()), chat=chat
+    )
 
 
 def plain_code(text: str) -> str:
@@ -146,7 +189,7 @@ def _function_questions(text: str) -> Iterator[tuple[str, str]]:
         source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         if not 12 < len(summary) < 100 or len(source) > 900:
             continue
-        yield f"Write a Python function {node.name}: {summary}", f"```python\n{source}\n```"
+        yield f"Write a Python function {node.name}: {summary}", f"```python\n{plain_code(source)}```"
         yield f"What does the function {node.name} do?", summary
 
 

@@ -15,6 +15,7 @@ Needs the ``test`` extra (transformers). Trains anywhere in about an hour on one
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -42,7 +43,7 @@ from scripts.demo_draft import DraftHead, measure_acceptance
 
 VOCABULARY_COUNT = 2048
 ROW_TOKENS = 512
-CHAT_ROWS_OF = 8  # one row in this many is chat
+ROW_KINDS = ("chat", "core", "core", "core", "rest", "core", "core", "core")  # of rows in turn
 DRAFT_LOSS_WEIGHTS = (0.5, 0.3, 0.2)
 DRAFT_FULL_FROM = 0.65  # of the time; until then one row of each batch trains the draft
 EMA_DECAY = 0.98
@@ -190,8 +191,8 @@ class Trainer:
                 average.copy_(kept)
 
 
-def rows(streams: tuple[Tensor, Tensor], chooser: random.Random) -> Iterator[Tensor]:
-    """Endless rows of ROW_TOKENS tokens: code, and every CHAT_ROWS_OF-th chat; each pass starts at another offset."""
+def rows(streams: dict[str, Tensor], chooser: random.Random) -> Iterator[Tensor]:
+    """Endless rows of ROW_TOKENS tokens, of the streams as ROW_KINDS says; each pass over one starts elsewhere."""
 
     def endless(stream: Tensor) -> Iterator[Tensor]:
         while True:
@@ -200,10 +201,9 @@ def rows(streams: tuple[Tensor, Tensor], chooser: random.Random) -> Iterator[Ten
             for start in starts:
                 yield stream[start : start + ROW_TOKENS]
 
-    code, chat = (endless(stream) for stream in streams)
-    while True:
-        for index in range(CHAT_ROWS_OF):
-            yield next(chat if index == 0 else code)
+    sources = {kind: endless(stream) for kind, stream in streams.items()}
+    for kind in itertools.cycle(ROW_KINDS):
+        yield next(sources[kind])
 
 
 def encode(tokenizer: Tokenizer, documents: tuple[str, ...]) -> Tensor:
@@ -296,12 +296,17 @@ def main() -> None:
     if options.resume:
         tokenizer = Tokenizer.from_file(str(options.resume / "tokenizer.json"))
     else:
-        tokenizer = train_tokenizer([*corpus.train, *corpus.chat[:1000]], VOCABULARY_COUNT)
-    streams = (encode(tokenizer, corpus.train), encode(tokenizer, corpus.chat))
+        tokenizer = train_tokenizer([*corpus.core, *corpus.rest, *corpus.chat], VOCABULARY_COUNT)
+    texts = {"core": corpus.core, "rest": corpus.rest, "chat": corpus.chat}
+    streams = {kind: encode(tokenizer, documents) for kind, documents in texts.items()}
     trainer = Trainer(options.rate)
     if options.resume:
         trainer.resume(options.resume)
-    report("start", parameters=sum(p.numel() for p in trainer.parameters), tokens=[len(s) for s in streams])
+    report(
+        "start",
+        parameters=sum(p.numel() for p in trainer.parameters),
+        tokens={kind: len(stream) for kind, stream in streams.items()},
+    )
     source = rows(streams, random.Random(options.seed))
     began = saved = time.process_time()
     step = 0

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from actors.runtime.config import ConfigError, Options
+from actors.runtime.machine import Effect
+from actors.supervisor.machine import SupervisorMachine
 from actors.supervisor.run_dir import NODE_MODULE, clean_dead_runs, make_run_dir
 from scripts.cluster import Cluster, ClusterError
 from tests.supervisor.dummies import FACTORIES, HERE, URL
@@ -125,6 +127,17 @@ def test_instance_that_cannot_live_is_restarted_a_bounded_number_of_times(tmp_pa
     with pytest.raises(ClusterError, match=r"m0 failed 3 times .* exit code 3"):
         cluster.start()
     assert (tmp_path / "starts").read_text().split() == ["1", "2", "3"]
+    assert_nothing_left(*started(cluster))
+
+
+def test_supervisor_that_fails_itself_ends_the_start_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(machine: SupervisorMachine, now_ns: int, message: object) -> list[Effect]:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(SupervisorMachine, "_on_node_ready", fail)
+    cluster = Cluster(options(), factories=FACTORIES)
+    with pytest.raises(ClusterError, match="the supervisor failed: root failed"):
+        cluster.start()
     assert_nothing_left(*started(cluster))
 
 
