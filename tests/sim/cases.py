@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.runtime.fault_plan import FaultPlan, parse_line
+from actors.runtime.hooks import Delivery
 from actors.runtime.machine import Effect
 from actors.runtime.simulated_nodes import SimulatedActor
 from actors.scheduler.machine import SchedulerMachine
@@ -41,6 +42,9 @@ class Case:
         checks = Checks(self.cluster)
         self.handled: Counter[tuple[str, str]] = Counter()
         self.on_handled: list[Callable[[Envelope], None]] = []
+        self.crashed: list[str] = []
+        self.disturbed = 0
+        self._count_disturbed()
         inner = self.cluster.simulation.on_step
 
         def on_step(actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
@@ -55,9 +59,37 @@ class Case:
         self.cluster.simulation.on_step = on_step
         self.checks = checks
 
+    def _count_disturbed(self) -> None:
+        """See that a fault plan strikes at all: count envelopes that are not simply delivered."""
+        injector = self.cluster.injector
+        if injector is None:
+            return
+        inner = injector.on_send
+
+        def on_send(now_ns: int, envelope: Envelope) -> tuple[Delivery, ...]:
+            deliveries = inner(now_ns, envelope)
+            self.disturbed += deliveries != (Delivery(0.0, envelope),)
+            return deliveries
+
+        injector.on_send = on_send  # type: ignore[method-assign]
+
     def at(self, ms: float, function: Callable[[], None]) -> None:
         """Do something ``ms`` after the requests begin to come."""
         self.cluster.simulation.call_at(WARM_MS + ms, function)
+
+    def crash_at(self, node: str, kind: str, nth: int = 1) -> None:
+        """Kill ``node`` right after the ``nth`` message of type ``kind`` was handled, by whomever."""
+        seen = 0
+
+        def look(envelope: Envelope) -> None:
+            nonlocal seen
+            if type(envelope.message).__name__ == kind:
+                seen += 1
+                if seen == nth:
+                    self.crashed.append(node)
+                    self.cluster.simulation.call_at(0.0, lambda: self.cluster.simulation.crash(node))
+
+        self.on_handled.append(look)
 
     def run(self, arrivals_ms: Sequence[float] = (), *, converge_ms: float = 60_000.0) -> Case:
         """Until every request is over and everything is free; raises ``AssertionError`` when that does not come."""
