@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from transport.keys import RunKeys
 from transport.link_core import LinkCore
 from transport.links import LinkEvents, LinkSettings
-from transport.zmq_sockets import UNAUTHENTICATED, Socket, Sockets, state
+from transport.zmq_sockets import NOBLOCK, POLLIN, POLLOUT, UNAUTHENTICATED, Socket, Sockets, has_more, state
 
 FRAMES_PER_ROUND = 64
 """Received from one socket before the others get their turn."""
@@ -138,14 +138,14 @@ class ZmqLinks:
         router, on_frame = self._sockets.router, self._core.on_frame
         try:
             for _ in range(FRAMES_PER_ROUND):
-                peer = router.recv(zmq.NOBLOCK)
-                frame = router.recv(zmq.NOBLOCK)
-                if router.rcvmore:  # not one of ours: links send single frames
+                peer = router.recv(NOBLOCK)
+                frame = router.recv(NOBLOCK)
+                if has_more(router):  # not one of ours: links send single frames
                     frame = b""
-                    while router.rcvmore:
-                        router.recv(zmq.NOBLOCK)
+                    while has_more(router):
+                        router.recv(NOBLOCK)
                 on_frame(peer, frame)
-                if not state(router) & zmq.POLLIN:  # asking is cheaper than the exception for nothing left
+                if not state(router) & POLLIN:  # asking is cheaper than the exception for nothing left
                     return False
         except zmq.Again:
             return False
@@ -158,18 +158,18 @@ class ZmqLinks:
             if sockets.dealers.get(node) is not dealer:
                 return False  # an earlier reply ended this connection
             events = state(dealer)
-            if node in sockets.blocked and events & zmq.POLLOUT:
+            if node in sockets.blocked and events & POLLOUT:
                 sockets.blocked.discard(node)
                 core.on_writable(node, now_ns)
-            if not events & zmq.POLLIN:
+            if not events & POLLIN:
                 return False
-            core.on_reply(node, b"".join(dealer.recv_multipart(zmq.NOBLOCK)), now_ns)
+            core.on_reply(node, b"".join(dealer.recv_multipart(NOBLOCK)), now_ns)
         return True
 
     def _receive_event(self, node: str, monitor: Socket) -> bool:
-        if not state(monitor) & zmq.POLLIN:
+        if not state(monitor) & POLLIN:
             return False
-        event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+        event = recv_monitor_message(monitor, NOBLOCK)["event"]
         if event & UNAUTHENTICATED:
             self._core.on_refused(node, "authentication failed: both hosts need the same key file")
         else:

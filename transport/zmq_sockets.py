@@ -26,11 +26,19 @@ UNAUTHENTICATED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_P
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
+# Plain integers: arithmetic on pyzmq's flags costs more than what they are used for.
+POLLIN, POLLOUT, NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)
+_EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+
+
 def state(socket: Socket) -> int:
-    """``zmq.POLLIN`` and ``zmq.POLLOUT``, as they are now."""
-    events = socket.getsockopt(zmq.EVENTS)
-    assert isinstance(events, int)
-    return events
+    """``POLLIN`` and ``POLLOUT``, as they are now."""
+    return int(socket.getsockopt(_EVENTS))
+
+
+def has_more(socket: Socket) -> bool:
+    """Whether the message that is being received has another part."""
+    return bool(socket.getsockopt(_RCVMORE))
 
 
 class Sockets:
@@ -109,7 +117,7 @@ class Sockets:
     def _answer_zap(self, zap: Socket) -> bool:
         """Let a connecting peer in exactly when it proves to hold the run's key pair."""
         assert self._keys is not None
-        while state(zap) & zmq.POLLIN:
+        while state(zap) & POLLIN:
             version, request_id, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
             key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
             known = key == self._keys.curve_public.encode()
@@ -179,7 +187,7 @@ class Sockets:
             return False
         self.hot.add(dealer)
         try:
-            dealer.send(frame, zmq.NOBLOCK)
+            dealer.send(frame, NOBLOCK)
         except zmq.Again:
             self.blocked.add(node)
             return False
@@ -189,7 +197,7 @@ class Sockets:
         """See ``Carrier``."""
         self.hot.add(self.router)
         with suppress(zmq.ZMQError):  # the peer is gone, or reads nothing: its next greeting starts afresh
-            self.router.send_multipart([peer, frame], zmq.NOBLOCK)
+            self.router.send_multipart([peer, frame], NOBLOCK)
 
     def close(self, linger_ms: int) -> None:
         """Close everything; what the sockets still hold has ``linger_ms`` to leave."""
