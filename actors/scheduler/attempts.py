@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
+import msgspec
+
 from actors.scheduler.blocks import Holding
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import Peers
+from actors.scheduler.report import ms_between
 from actors.scheduler.sequence import Sequence
 from actors.scheduler.transitions import DECODE, DecodeEvent, DecodeState, next_state
 from messages.base import control_address
@@ -24,6 +27,7 @@ from messages.handoff import (
     RequestReleased,
 )
 from messages.requests import PhaseTimes
+from messages.transfer import AllRestored
 
 NO_TIMES: Final = PhaseTimes()
 
@@ -65,6 +69,52 @@ class Attempt:
     def total(self) -> int:
         """Tokens that are prefilled: prompt and what earlier attempts delivered."""
         return len(self.offer.prompt_token_ids) + len(self.offer.delivered_token_ids)
+
+    def restored(self, now_ns: int, message: AllRestored, final_tokens: int) -> Sequence:
+        """All ranks restored: the sequence that decodes from here on, and where the time went so far."""
+        offer, first = self.offer, self.first
+        if first is None:
+            raise AssertionError(f"{self.key} is restored before its first token")
+        self.times = msgspec.structs.replace(
+            first.times,
+            push_ms=message.push_ms,
+            pull_ms=message.pull_ms,
+            merge_ms=message.merge_ms,
+            sync_ms=message.sync_ms,
+            restore_ms=ms_between(self.first_ns, now_ns),
+            handoff_ms=ms_between(first.sampled_ns, now_ns),
+            bytes_moved=message.bytes_moved,
+            bytes_by_role=message.bytes_by_role,
+            verified_bytes=message.verified_bytes,
+        )
+        return Sequence(
+            request_id=offer.request_id,
+            epoch=offer.epoch,
+            prompt=offer.prompt_token_ids,
+            output=[*offer.delivered_token_ids, first.token_id],
+            sampling=offer.sampling,
+            priority=offer.priority,
+            order=self.order,
+            final_tokens=final_tokens,
+            holding=self.holding,
+            computed=self.total,
+            is_decoding=True,
+            restored=True,
+            bootstrap_hidden=first.bootstrap_hidden,
+            bootstrap_dtype=first.bootstrap_dtype,
+        )
+
+    def standing(self, step: str) -> tuple[str, str]:
+        """(state, what it waits for) in words; ``step`` names the step that runs or will run next."""
+        if self.sequence is not None and self.sequence.holding is None:
+            return "preempted", "blocks"
+        waits_for = {
+            DecodeState.RESERVING: "LeasesReserved of the engine",
+            DecodeState.RESERVED: f"FirstGeneration of {self.offer.source_instance}",
+            DecodeState.RESTORING: "AllRestored of the engine",
+            DecodeState.DRAINING: "ReceiveReleased of the engine",
+        }
+        return self.state.value, waits_for.get(self.state, step)
 
     def move(self, now_ns: int, event: DecodeEvent) -> None:
         """To the next state (see ``transitions.DECODE``)."""

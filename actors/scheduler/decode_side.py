@@ -39,12 +39,11 @@ from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import Peers
 from actors.scheduler.report import FinishReason, fail_request, finish_request, ms_between, stream_tokens
 from actors.scheduler.reservations import RECEIVE_PIN, Reservations, prompt_blocks
-from actors.scheduler.sequence import Sequence
 from actors.scheduler.settings import Capacity, SchedulerSettings
 from actors.scheduler.transitions import DecodeEvent, DecodeState
 from messages.base import Message, attempt_of
 from messages.handoff import AddNewRequest, FirstGeneration, ReleaseRequest
-from messages.requests import CancelRequest, PhaseTimes, SubmitRequest
+from messages.requests import CancelRequest, SubmitRequest
 from messages.timers import RequestTimer
 from messages.transfer import (
     AllRestored,
@@ -219,43 +218,14 @@ class DecodeSide:
 
     def _on_all_restored(self, now_ns: int, message: AllRestored) -> None:
         attempt = self._find(message, DecodeState.RESTORING)
-        if attempt is None or attempt.holding is None or attempt.first is None:
+        if attempt is None or attempt.holding is None:
             return
-        offer, first = attempt.offer, attempt.first
+        offer = attempt.offer
         attempt.move(now_ns, DecodeEvent.RESTORE)
         self._out.stop_request_timer("restore", *attempt.key)
         self._pool.unpin(attempt.holding, RECEIVE_PIN)
-        before = first.times
-        attempt.times = PhaseTimes(
-            queue_ms=before.queue_ms,
-            allocation_ms=before.allocation_ms,
-            prefill_ms=before.prefill_ms,
-            push_ms=message.push_ms,
-            pull_ms=message.pull_ms,
-            merge_ms=message.merge_ms,
-            sync_ms=message.sync_ms,
-            restore_ms=ms_between(attempt.first_ns, now_ns),
-            handoff_ms=ms_between(first.sampled_ns, now_ns),
-            bytes_moved=message.bytes_moved,
-            bytes_by_role=message.bytes_by_role,
-            verified_bytes=message.verified_bytes,
-        )
-        attempt.sequence = Sequence(
-            request_id=offer.request_id,
-            epoch=offer.epoch,
-            prompt=offer.prompt_token_ids,
-            output=[*offer.delivered_token_ids, first.token_id],
-            sampling=offer.sampling,
-            priority=offer.priority,
-            order=attempt.order,
-            final_tokens=final_tokens(self._capacity, len(offer.prompt_token_ids), offer.sampling),
-            holding=attempt.holding,
-            computed=attempt.total,
-            is_decoding=True,
-            restored=True,
-            bootstrap_hidden=first.bootstrap_hidden,
-            bootstrap_dtype=first.bootstrap_dtype,
-        )
+        final = final_tokens(self._capacity, len(offer.prompt_token_ids), offer.sampling)
+        attempt.sequence = attempt.restored(now_ns, message, final)
         self._batcher.resume(attempt.sequence)
         self._answers.complete(offer)
 
@@ -383,28 +353,10 @@ class DecodeSide:
 
     def status(self) -> StatusRequests:
         """One row per live attempt."""
-        return tuple((*attempt.key, *self._standing(attempt), attempt.since_ns) for attempt in self._all())
-
-    def _all(self) -> list[Attempt]:
-        return list(self._attempts.live.values())
-
-    def _standing(self, attempt: Attempt) -> tuple[str, str]:
-        """(state, what it waits for)."""
-        step = self._batcher.step
-        match attempt.state:
-            case DecodeState.WAITING | DecodeState.DECODING if attempt.sequence is None or attempt.sequence.holding:
-                waits_for = f"step {step.number}" if step is not None else "the next step"
-            case DecodeState.DECODING:
-                return "preempted", "blocks"
-            case DecodeState.RESERVING:
-                waits_for = "LeasesReserved of the engine"
-            case DecodeState.RESERVED:
-                waits_for = f"FirstGeneration of {attempt.offer.source_instance}"
-            case DecodeState.RESTORING:
-                waits_for = "AllRestored of the engine"
-            case _:
-                waits_for = "ReceiveReleased of the engine"
-        return attempt.state.value, waits_for
+        step = f"step {self._batcher.step.number}" if self._batcher.step is not None else "the next step"
+        return tuple(
+            (*attempt.key, *attempt.standing(step), attempt.since_ns) for attempt in self._attempts.live.values()
+        )
 
     # -- helpers -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ instance holds up nothing that another could take (C25).
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,7 +50,7 @@ class Peers:
         self._dead: dict[str, int] = {}
         self._turn = ""  # who was chosen last
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
 
     def get(self, instance: str, incarnation: int) -> Peer | None:

@@ -66,7 +66,8 @@ class Reservations:
             return refusal.code, refusal.reason
         source = self._peers.get(offer.source_instance, offer.source_incarnation)
         if source is None or source.state is not LinkState.LINKED:
-            return 404, f"{own.instance} is not linked with {offer.source_instance} yet"
+            why = f": {source.link_error}" if source is not None and source.link_error else " yet"
+            return 404, f"{own.instance} is not linked with {offer.source_instance}{why}"
         waiting = [s for s in self._batcher.waiting if s.priority == "online" or offer.priority == "offline"]
         if waiting:
             return 404, f"{len(waiting)} preempted requests wait for blocks on {own.instance}"
