@@ -124,6 +124,9 @@ def test_the_youngest_is_preempted_when_blocks_run_out_and_its_tokens_do_not_cha
     assert harness.machine.batcher is not None and harness.machine.batcher.preempted_count > 0
     restarted = [start for batch in batches for start in batch.opened if start.request_id == "b"]
     assert len(restarted) == 2 and restarted[1].output_token_ids
+    reopened = next(batch for batch in batches if restarted[1] in batch.opened)
+    row = next(row for row in reopened.rows if row.request_id == "b")
+    assert row.start == 0 and row.is_prefill  # its caches are gone: everything is computed again
     generations = harness.take(Generation)
     for request_id in ("a", "b"):
         tokens = [t for g in generations if g.request_id == request_id for t in g.token_ids]
@@ -169,6 +172,16 @@ def test_offline_runs_only_when_no_online_request_waits() -> None:
     harness.answer(batch)
     order = [row.request_id for batch in harness.run() for row in batch.rows]
     assert order == ["on", "on", "on", "off", "off", "off"]
+    check_idle(harness.machine)
+
+
+def test_offline_takes_nothing_while_an_online_request_waits_for_blocks() -> None:
+    harness = Harness(block_count=7)
+    harness.tell(submit("a", 16, max_tokens=4))
+    harness.tell(submit("b", 16, max_tokens=4))
+    harness.tell(submit("off", 4, max_tokens=1, priority="offline"))  # would fit beside a
+    order = [row.request_id for batch in harness.run() for row in batch.rows]
+    assert order.index("off") > order.index("b") > max(i for i, name in enumerate(order) if name == "a")
     check_idle(harness.machine)
 
 

@@ -332,6 +332,31 @@ def test_a_silent_decode_instance_holds_up_nobody_else() -> None:
     assert len(handed) == 12
 
 
+def test_a_silent_decode_instance_is_passed_over_until_it_says_anything() -> None:
+    harness = prefill("d0", "d1", block_count=64, slot_count=16)
+    harness.tell(submit("a"))
+    silent, offer = ask(harness)
+    harness.fire("offer")
+    accept(harness, *ask(harness))
+    for name in "bcd":
+        harness.tell(submit(name))
+        instance, other = ask(harness)
+        assert instance != silent
+        accept(harness, instance, other)
+    says(harness, silent, RequestReleased, offer)
+    harness.tell(submit("e"))
+    assert ask(harness)[0] == silent
+
+
+def test_the_only_decode_instance_is_asked_even_if_it_is_silent() -> None:
+    harness = prefill()
+    harness.tell(submit("a"))
+    ask(harness)
+    harness.fire("offer")
+    harness.fire("retry")
+    assert ask(harness)[0] == "d0"
+
+
 def test_a_decode_instance_lost_during_prefill_costs_no_second_prefill() -> None:
     harness = prefill("d0", "d1")
     harness.tell(submit("a", 10))
