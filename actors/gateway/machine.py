@@ -375,7 +375,8 @@ class GatewayMachine:
         if not self._book:
             return []
         effects: list[Effect] = [self._time_roll_call()]
-        if not any(self._is_quiet(now_ns, record) for record in self._book.all()):
+        quiet = any(self._is_quiet(now_ns, record) for record in self._book.all())
+        if not quiet or self._roll_call.is_open(now_ns):
             return effects
         schedulers = [control_address(name, "scheduler") for name in sorted(self._router.instances)]
         tag = self._roll_call.begin(now_ns, schedulers)

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 from messages.lifecycle import StatusReport
 
+PATIENCE_NS = 10_000_000_000
+"""How long a round waits for a busy instance before everybody is asked again."""
+
 
 class RollCall:
     """One round at a time; a new one replaces an unfinished one."""
@@ -21,6 +24,10 @@ class RollCall:
         self._missing: set[str] = set()
         self._claimed: dict[str, int] = {}
         self.started_ns = 0
+
+    def is_open(self, now_ns: int) -> bool:
+        """Whether answers are awaited, and have been for less than ``PATIENCE_NS``."""
+        return bool(self._missing) and now_ns - self.started_ns < PATIENCE_NS
 
     def begin(self, now_ns: int, schedulers: Iterable[str]) -> str:
         """Start a round in which all of ``schedulers`` (addresses) are asked; gives the tag that the answers repeat."""

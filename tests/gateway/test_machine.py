@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from actors.gateway.attempts import INSTANCE_WAIT_MS
 from actors.gateway.machine import CLOSE_WAIT_MS, GAP_WAIT_MS, QUIET_MS, ROLL_CALL_MS
-from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, SUPERVISOR, first_epoch
-from messages.cluster import Heartbeat, ViewRequest
+from actors.gateway.rollcall import PATIENCE_NS
+from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, REGISTRY, SUPERVISOR, first_epoch
+from messages.cluster import ClusterView, Heartbeat, ViewRequest
 from messages.lifecycle import Drain, Drained, PeerLost
 from messages.requests import TokenLogprobs
+from messages.timers import RequestTimer
 from tests.gateway.harness import PROMPT, Harness, instance
 
 # -- delivery --------------------------------------------------------------------------------------------------------
@@ -204,6 +206,16 @@ def test_requests_go_to_the_least_loaded_instance_in_turn_among_equals() -> None
     assert gateway.submissions()[-1][0] == "p0"
 
 
+def test_a_request_that_ended_no_longer_counts_as_load() -> None:
+    gateway = Harness("m0", "m1")
+    for number in range(3):
+        gateway.submit(f"r{number}", ticket=number)
+    gateway.cancel(ticket=0)
+    gateway.cancel(ticket=2)
+    gateway.submit("r3", ticket=3)
+    assert [to for to, _ in gateway.submissions()] == ["m0", "m1", "m0", "m0"]
+
+
 # -- attempts --------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +227,26 @@ def test_a_retryable_failure_is_attempted_again_elsewhere_after_a_backoff() -> N
     gateway.advance(100)
     to, submit = gateway.submissions()[-1]
     assert (to, submit.epoch, submit.delivered_token_ids) == ("p1", first_epoch(1), ())
+
+
+def test_a_cancel_that_nobody_asked_for_is_a_retryable_failure() -> None:
+    gateway = Harness("m0", "m1")
+    gateway.submit()
+    gateway.finish("m0", 0, reason="cancelled")
+    assert gateway.ends() == []
+    gateway.advance(100)
+    assert gateway.submissions()[-1][0] == "m1"
+
+
+def test_a_timer_of_an_older_attempt_does_nothing() -> None:
+    gateway = Harness("m0")
+    gateway.submit()
+    gateway.fail("m0")
+    gateway.advance(100)
+    gateway.fail("m0", epoch=first_epoch(1))
+    late = RequestTimer(request_id="r", epoch=first_epoch(1), purpose="wait")
+    gateway.handle(GATEWAY, late)
+    assert len(gateway.submissions()) == 2
 
 
 def test_a_final_failure_is_told_at_once_with_its_code() -> None:
@@ -276,6 +308,15 @@ def test_an_instance_that_comes_back_under_a_new_incarnation_is_a_lost_instance(
     assert gateway.submissions()[-1][1].epoch == first_epoch(1)
 
 
+def test_news_about_older_lives_and_older_views_change_nothing() -> None:
+    gateway = Harness(instance("m0", incarnation=2), "m1")
+    gateway.submit()
+    gateway.lose("m0", incarnation=1)
+    old = ClusterView(version=0, registry_incarnation=1, instances=(instance("m1"),))
+    gateway.handle(REGISTRY, old)
+    assert [to for to, _ in gateway.submissions()] == ["m0"]
+
+
 def test_an_instance_that_leaves_the_view_is_told_to_cancel_nothing_but_its_requests_move() -> None:
     gateway = Harness("m0", "m1")
     gateway.submit()
@@ -331,6 +372,15 @@ def test_a_token_that_never_arrives_leads_to_a_new_attempt_although_others_follo
     assert ("p0", "r", first_epoch(1) - 1) in gateway.cancels()
 
 
+def test_early_tokens_of_an_attempt_die_with_it() -> None:
+    gateway = Harness("p0", "d0")
+    gateway.submit()
+    gateway.tokens("d0", 1, 66)
+    gateway.advance(GAP_WAIT_MS)
+    gateway.tokens("p0", 0, 10, epoch=first_epoch(1))
+    assert gateway.delivered() == [10]
+
+
 def test_a_gap_that_closes_in_time_leads_to_nothing() -> None:
     gateway = Harness("p0", "d0")
     gateway.submit()
@@ -361,6 +411,32 @@ def test_a_quiet_request_that_somebody_holds_is_left_alone() -> None:
         asked = dict(gateway.status_requests()[-2:])
         gateway.report(asked["p0"], "p0", "r")
         gateway.report(asked["d0"], "d0")
+    assert len(gateway.submissions()) == 1
+
+
+def test_a_sign_of_life_during_a_roll_call_saves_a_request_that_nobody_listed() -> None:
+    gateway = Harness("p0", "d0")
+    gateway.submit()
+    gateway.advance(QUIET_MS + ROLL_CALL_MS)
+    asked = dict(gateway.status_requests())
+    gateway.report(asked["d0"], "d0")
+    gateway.tokens("p0", 0, 10)
+    gateway.advance(QUIET_MS)
+    gateway.report(asked["p0"], "p0")
+    assert len(gateway.submissions()) == 1
+
+
+def test_a_roll_call_waits_for_a_busy_instance_but_not_for_ever() -> None:
+    gateway = Harness("p0", "d0")
+    gateway.submit()
+    gateway.advance(QUIET_MS + ROLL_CALL_MS)
+    first = dict(gateway.status_requests())
+    gateway.report(first["d0"], "d0")
+    gateway.advance(PATIENCE_NS / 1e6 - 2 * ROLL_CALL_MS)
+    assert len(gateway.status_requests()) == 2
+    gateway.advance(3 * ROLL_CALL_MS)
+    assert len(gateway.status_requests()) == 4
+    gateway.report(first["p0"], "p0")  # an answer to the first round
     assert len(gateway.submissions()) == 1
 
 
@@ -462,6 +538,15 @@ def test_a_stop_string_ends_after_a_bounded_wait_when_the_instance_says_nothing(
     gateway.stop_string(token_count=1)
     gateway.advance(CLOSE_WAIT_MS)
     assert [(end.reason, end.usage.completion_tokens) for end in gateway.ends()] == [("stop", 1)]
+
+
+def test_a_stop_string_found_between_two_attempts_ends_the_request_at_once() -> None:
+    gateway = Harness("m0")
+    gateway.submit()
+    gateway.tokens("m0", 0, 10)
+    gateway.fail("m0")
+    gateway.stop_string(token_count=1)
+    assert [end.reason for end in gateway.ends()] == ["stop"]
 
 
 def test_a_stop_string_found_when_its_instance_died_needs_no_new_attempt() -> None:
