@@ -1,4 +1,4 @@
-"""What a scheduler tells about a request: tokens and ends to the gateway, the ``[PD-PERF]`` line to people."""
+"""What a scheduler tells about a request: tokens and ends to the gateway, a line to people."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def finish_request(
     prefill_instance: str = "",
     decode_instance: str = "",
 ) -> None:
-    """The end to the gateway, and where the time went to people."""
+    """The end, with usage and where the time went, to the gateway; a line to people who debug."""
     usage = sequence.usage()
     out.send(
         reply_to,
@@ -71,27 +71,18 @@ def finish_request(
             times=times,
         ),
     )
-    tokens = max(1, usage.completion_tokens - 1)
-    out.note(
-        "info",
-        "[PD-PERF]",
+    out.note(  # the gateway's [PD-PERF] line tells the same to everybody, once per request
+        "debug",
+        "request finished",
         request_id=sequence.request_id,
+        epoch=epoch,
         reason=reason,
-        route=f"{prefill_instance}→{decode_instance}" if decode_instance != prefill_instance else prefill_instance,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         queue_ms=round(times.queue_ms, 2),
-        allocation_ms=round(times.allocation_ms, 2),
         prefill_ms=round(times.prefill_ms, 2),
-        push_ms=round(times.push_ms, 2),
-        pull_ms=round(times.pull_ms, 2),
-        merge_ms=round(times.merge_ms, 2),
-        sync_ms=round(times.sync_ms, 2),
-        restore_ms=round(times.restore_ms, 2),
         handoff_ms=round(times.handoff_ms, 2),
         decode_ms=round(times.decode_ms, 2),
-        tpot_ms=round(times.decode_ms / tokens, 2),
-        bytes_moved=times.bytes_moved,
         drafted=usage.drafted_tokens,
         accepted=usage.accepted_tokens,
         preempted=sequence.preempted_count,
