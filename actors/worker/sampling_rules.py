@@ -161,7 +161,7 @@ def _narrow(scaled: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.
     Tokens that tie with the k-th stay too. Among equal logits the sort is stable, so every rank cuts the same ones.
     """
     vocab_size = scaled.shape[1]
-    ordered, order = torch.sort(scaled, -1, descending=True, stable=True)
+    ordered, order = torch.sort(scaled, stable=True, dim=-1, descending=True)
     top_k = torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in samplings], device=scaled.device)
     threshold = ordered.gather(1, (top_k - 1).unsqueeze(-1))
     ordered = ordered.masked_fill(ordered < threshold, float("-inf"))
