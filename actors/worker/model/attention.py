@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from actors.worker.caches import KVCache
-from actors.worker.model.ops import linear, rms_norm
+from actors.worker.model.ops import rms_norm
 from actors.worker.model.plan import AttentionGroup, DecodePart, PrefillPart, StepPlan
 from actors.worker.model.weights import AttentionWeights
 
@@ -20,7 +20,7 @@ class AttentionShape:
     def __init__(self, head_dim: int, rotary_dim: int, rope_theta: float, eps: float, device: torch.device) -> None:
         self.head_dim = head_dim
         self.rotary_dim = rotary_dim
-        self.eps = eps
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=device)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         self._frequencies = (1.0 / rope_theta**exponents).to(device)
 
@@ -41,7 +41,7 @@ def attention(
     """This rank's part of the output [N, hidden] (to be summed over ranks); writes KEY and VALUE of all tokens."""
     tokens, dim = x.shape[0], shape.head_dim
     query_heads, kv_heads = weights.query_heads, weights.kv_heads
-    projected = linear(x, weights.projection)
+    projected = weights.projection(x)
     rotated_width = (query_heads + kv_heads) * dim
     gate_end = rotated_width + query_heads * dim
     heads = projected[:, :rotated_width].reshape(tokens, query_heads + kv_heads, dim)
@@ -58,7 +58,7 @@ def attention(
     for part in plan.prefills:
         _prefill(query, key, value.view(tokens, kv_heads, dim), cache, part, output)
     gated = torch.sigmoid(projected[:, rotated_width:gate_end]).mul_(output.flatten(1))
-    return linear(gated, weights.output)
+    return weights.output(gated)
 
 
 def _write(cache: KVCache, plan: StepPlan, key: torch.Tensor, value: torch.Tensor) -> None:

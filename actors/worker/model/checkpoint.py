@@ -8,6 +8,7 @@ weights are ignored. Every problem is a ``ConfigError`` that names the tensor an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ class Checkpoint:
     def close(self) -> None:
         """Forget the open files."""
         self._open.clear()
+
+    @property
+    def element_count(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(math.prod(self._headers[file][name]["shape"]) for file, name in self._places.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._places

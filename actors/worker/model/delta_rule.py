@@ -24,7 +24,7 @@ def chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [T, hv, dv] and the state [hv, dk, dv] after ``T`` tokens that start from ``state``.
 
-    ``query`` (scaled) and ``key`` [T, hk, dk] are normalised, ``value`` [T, hv, dv], ``decay`` (log, ≤ 0) and ``beta``
+    ``query`` and ``key`` [T, hk, dk] are unit vectors, ``value`` [T, hv, dv], ``decay`` (log, ≤ 0) and ``beta``
     [T, hv]. Each key head serves ``hv / hk`` consecutive value heads.
     """
     tokens, key_heads = key.shape[:2]

@@ -10,8 +10,8 @@ from actors.worker.caches import DeltaCache, KVCache, RankCaches
 from actors.worker.collectives import Collective
 from actors.worker.model.attention import AttentionShape, attention
 from actors.worker.model.config import ModelConfig
-from actors.worker.model.delta import delta_net
-from actors.worker.model.ops import linear, rms_norm, swiglu
+from actors.worker.model.delta import DeltaShape, delta_net
+from actors.worker.model.ops import rms_norm, swiglu
 from actors.worker.model.plan import StepPlan
 from actors.worker.model.weights import AttentionWeights, LayerWeights, ModelWeights, vocab_range
 
@@ -34,6 +34,8 @@ class RankModel:
         self.collective = collective
         self._weights = weights
         self._caches = caches
+        self._eps = torch.tensor(config.norm_eps, dtype=torch.float32, device=device)
+        self._delta_shape = DeltaShape(config.linear_key_dim, config.linear_value_dim, config.norm_eps, device)
         self._shape = AttentionShape(config.head_dim, config.rotary_dim, config.rope_theta, config.norm_eps, device)
         ranges = [vocab_range(config.vocab_size, collective.size, rank) for rank in range(collective.size)]
         self._vocab_widths = [last - first for first, last in ranges]
@@ -51,18 +53,18 @@ class RankModel:
             x = self._layer(x, layer, cache, plan, rotations, reduces=True)
             if layer_done is not None and isinstance(cache, KVCache):
                 layer_done(index)
-        return rms_norm(x, self._weights.norm, self.config.norm_eps)
+        return rms_norm(x, self._weights.norm, self._eps)
 
     def draft_forward(self, plan: StepPlan, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The draft's normed hidden states [N, hidden] for next tokens ``tokens`` [N] after ``hidden`` [N, hidden]."""
         draft = self._weights.draft
         assert draft is not None
-        eps = self.config.norm_eps
+        eps = self._eps
         joined = torch.cat(
             (rms_norm(self._embed(tokens), draft.embedding_norm, eps), rms_norm(hidden, draft.hidden_norm, eps)), -1
         )
         first, last = draft.fusion_columns
-        x = linear(joined[:, first:last], draft.fusion)
+        x = draft.fusion(joined[:, first:last])
         if not draft.replicated:
             x = self.collective.all_reduce(x)
         rotations = self._shape.rotations(plan.positions)
@@ -71,7 +73,7 @@ class RankModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [M, vocabulary] of final hidden states [M, hidden], the same bits on every rank."""
-        own = linear(hidden, self._weights.lm_head)
+        own = self._weights.lm_head(hidden)
         return self.collective.all_gather(own, self._vocab_widths).float()
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,23 +95,14 @@ class RankModel:
         *,
         reduces: bool,
     ) -> torch.Tensor:
-        config = self.config
-        normed = rms_norm(x, layer.input_norm, config.norm_eps)
+        normed = rms_norm(x, layer.input_norm, self._eps)
         if isinstance(layer.mixer, AttentionWeights):
             assert isinstance(cache, KVCache)
             mixed = attention(normed, layer.mixer, cache, plan, rotations, self._shape)
         else:
             assert isinstance(cache, DeltaCache)
-            mixed = delta_net(
-                normed,
-                layer.mixer,
-                cache,
-                plan,
-                key_dim=config.linear_key_dim,
-                value_dim=config.linear_value_dim,
-                eps=config.norm_eps,
-            )
+            mixed = delta_net(normed, layer.mixer, cache, plan, self._delta_shape)
         x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
-        normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
-        out = linear(swiglu(linear(normed, layer.gate_up)), layer.down)
+        normed = rms_norm(x, layer.mlp_norm, self._eps)
+        out = layer.down(swiglu(layer.gate_up(normed)))
         return x.add_(self.collective.all_reduce(out) if reduces else out)

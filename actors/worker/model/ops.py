@@ -6,24 +6,25 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last axis, computed in float32, in ``x``'s dtype.
 
-    ``weight`` is float32 and broadcasts. The norm and its square cost fewer kernels than a mean of squares.
+    ``weight`` is float32 and broadcasts; None: it is folded into what follows. ``eps`` is a float32 scalar tensor.
     """
     wide = x.float()
-    scale = inverse_root(torch.linalg.vector_norm(wide, 2, -1, True), 1.0 / x.shape[-1], eps)
-    return (wide * scale).mul_(weight).to(x.dtype)
+    normed = wide * inverse_root(wide, 1.0 / x.shape[-1], eps)
+    if weight is not None:
+        normed.mul_(weight)
+    return normed.to(x.dtype)
 
 
-def inverse_root(norm: torch.Tensor, factor: float, eps: float) -> torch.Tensor:
-    """``1 / sqrt(factor · norm² + eps)``; changes ``norm``."""
-    return norm.square_().mul_(factor).add_(eps).rsqrt_()
+def inverse_root(x: torch.Tensor, factor: float, eps: torch.Tensor) -> torch.Tensor:
+    """``1 / sqrt(factor · sum(x²) + eps)`` over the last axis, which is kept with length 1.
 
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` for [N, in] and [out, in]."""
-    return F.linear(x, weight)
+    A norm and its square are fewer kernels than a mean of squares; ``eps`` as a tensor saves a scalar conversion.
+    """
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return torch.addcmul(eps, norm, norm, value=factor).rsqrt_()
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class DecodePart:
 
     ``conv_read`` [rows · (K-1)], ``conv_write`` [rows · (K-2+width)]: rows of the flat CONV cache.
     ``ssm_read`` [rows]; ``ssm_write``: ``width`` tensors [rows], one checkpoint after each token.
-    ``ssm_slice``: when the states lie next to each other and are read and written in place, (first, last + 1).
+    ``in_place``: (first, last + 1) of the slots when they are neighbours and may be updated without gathering.
     """
 
     rows: int
@@ -61,7 +61,7 @@ class DecodePart:
     conv_write: torch.Tensor
     ssm_read: torch.Tensor
     ssm_write: tuple[torch.Tensor, ...]
-    ssm_slice: tuple[int, int] | None
+    in_place: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -
         conv_write=conv_write.flatten(),
         ssm_read=ssm_base + live,
         ssm_write=tuple(ssm_base + index for index in range(width)),
-        ssm_slice=_in_place(geometry, specs, width),
+        in_place=_in_place(geometry, specs, width),
     )
 
 

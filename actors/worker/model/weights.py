@@ -6,6 +6,9 @@ Projections that read the same input are fused into one matrix, so that a decode
   pair lies side by side, which turns rotation into one complex product (their dot product does not change);
 * delta-net: rows ``[Q, K, V channels, z, b, a]``; MLP: rows ``[gate, up]``.
 
+In float32 the weights of the norms are folded into the matrices behind them (``W·diag(1 + w)``), which saves a pass
+over the activations; in narrower types that would change the rounding.
+
 Sharding is by contiguous heads, by columns for the row-parallel outputs, by vocabulary for embedding and lm_head.
 """
 
@@ -19,6 +22,10 @@ import torch
 from actors.worker.layout import kv_head_span
 from actors.worker.model.checkpoint import Checkpoint, Range
 from actors.worker.model.config import ModelConfig
+from actors.worker.model.projection import Projection
+
+SINGLE_ROW_COPY_BYTES_MAX = 1 << 30
+"""A rank whose weights take more keeps one layout of each only (see ``projection.py``)."""
 
 Progress = Callable[[int, int], None]
 """``progress(done, total)`` in loaded layers."""
@@ -28,9 +35,9 @@ Progress = Callable[[int, int], None]
 class AttentionWeights:
     """``projection`` [(2·Hq + 2·Hkv)·hd, hidden], ``output`` [hidden, Hq·hd], ``head_norm`` [Hq+Hkv, hd]: 1 + w."""
 
-    projection: torch.Tensor
+    projection: Projection
     head_norm: torch.Tensor
-    output: torch.Tensor
+    output: Projection
     query_heads: int
     kv_heads: int
 
@@ -38,27 +45,27 @@ class AttentionWeights:
 @dataclass(frozen=True)
 class DeltaWeights:
     """``projection`` [C + V + 2·hv, hidden], ``conv`` [K, C], ``decay`` = -exp(A_log) and ``dt_bias`` [hv] float32,
-    ``norm`` [dv], ``output`` [hidden, V]."""
+    ``norm`` [dv] (None: folded), ``output`` [hidden, V]."""
 
-    projection: torch.Tensor
+    projection: Projection
     conv: torch.Tensor
     decay: torch.Tensor
     dt_bias: torch.Tensor
-    norm: torch.Tensor
-    output: torch.Tensor
+    norm: torch.Tensor | None
+    output: Projection
     key_heads: int
     value_heads: int
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer: a mixer and an MLP, each behind its norm (already 1 + weight, float32)."""
+    """One decoder layer: a mixer and an MLP, each behind its norm (1 + weight, float32; None: folded)."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     mixer: AttentionWeights | DeltaWeights
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    mlp_norm: torch.Tensor | None
+    gate_up: Projection
+    down: Projection
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class DraftWeights:
 
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
-    fusion: torch.Tensor
+    fusion: Projection
     fusion_columns: Range
     layer: LayerWeights
     norm: torch.Tensor
@@ -79,7 +86,7 @@ class ModelWeights:
     """Everything one rank computes with. Its vocabulary is ``[vocab_start, vocab_start + embedding.shape[0])``."""
 
     embedding: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: Projection
     vocab_start: int
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
@@ -135,15 +142,21 @@ class _Loader:
         self._config, self._checkpoint = config, checkpoint
         self._tp_size, self._rank = tp_size, rank
         self._dtype, self._device = dtype, device
+        self._folds = dtype == torch.float32
+        self._single_row_copy = checkpoint.element_count * dtype.itemsize // tp_size <= SINGLE_ROW_COPY_BYTES_MAX
+
+    def _project(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Projection:
+        """A projection of inputs that ``scale`` [in] still has to multiply."""
+        return Projection(weight if scale is None else weight * scale, single_row_copy=self._single_row_copy)
 
     def whole(self, layers: tuple[LayerWeights, ...], draft: DraftWeights | None) -> ModelWeights:
         config = self._config
         rows = vocab_range(config.vocab_size, self._tp_size, self._rank)
         shape = (config.vocab_size, config.hidden_size)
         embedding = self._read("embed_tokens.weight", shape, rows=[rows])
-        lm_head = embedding if config.tied_embeddings else self._read("lm_head.weight", shape, rows=[rows])
+        head = embedding if config.tied_embeddings else self._read("lm_head.weight", shape, rows=[rows])
         norm = self._norm("norm.weight")
-        return ModelWeights(embedding, lm_head, rows[0], layers, norm, draft)
+        return ModelWeights(embedding, self._project(head), rows[0], layers, norm, draft)
 
     def layer(self, prefix: str, attention: bool) -> LayerWeights:
         config = self._config
@@ -151,12 +164,19 @@ class _Loader:
         wide = (config.intermediate_size, config.hidden_size)
         gate = self._read(f"{prefix}.mlp.gate_proj.weight", wide, rows=[inner])
         up = self._read(f"{prefix}.mlp.up_proj.weight", wide, rows=[inner])
+        input_norm = self._norm(f"{prefix}.input_layernorm.weight")
+        mlp_norm = self._norm(f"{prefix}.post_attention_layernorm.weight")
+        scale = input_norm if self._folds else None
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
-            mixer=self._attention(f"{prefix}.self_attn") if attention else self._delta(f"{prefix}.linear_attn"),
-            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=torch.cat((gate, up)),
-            down=self._read(f"{prefix}.mlp.down_proj.weight", wide[::-1], columns=inner),
+            input_norm=None if self._folds else input_norm,
+            mixer=(
+                self._attention(f"{prefix}.self_attn", scale)
+                if attention
+                else self._delta(f"{prefix}.linear_attn", scale)
+            ),
+            mlp_norm=None if self._folds else mlp_norm,
+            gate_up=self._project(torch.cat((gate, up)), mlp_norm if self._folds else None),
+            down=self._project(self._read(f"{prefix}.mlp.down_proj.weight", wide[::-1], columns=inner)),
         )
 
     def draft(self, replicated: bool) -> DraftWeights:
@@ -165,14 +185,14 @@ class _Loader:
         return DraftWeights(
             embedding_norm=self._norm("mtp.pre_fc_norm_embedding.weight"),
             hidden_norm=self._norm("mtp.pre_fc_norm_hidden.weight"),
-            fusion=self._read("mtp.fc.weight", (hidden, 2 * hidden), columns=columns),
+            fusion=self._project(self._read("mtp.fc.weight", (hidden, 2 * hidden), columns=columns)),
             fusion_columns=columns,
             layer=self.layer("mtp.layers.0", attention=True),
             norm=self._norm("mtp.norm.weight"),
             replicated=replicated,
         )
 
-    def _attention(self, prefix: str) -> AttentionWeights:
+    def _attention(self, prefix: str, scale: torch.Tensor | None) -> AttentionWeights:
         config, dim = self._config, self._config.head_dim
         first, last = self._share(config.attention_heads)
         kv_first, kv_count = kv_head_span(config.kv_heads, self._tp_size, self._rank)
@@ -194,14 +214,16 @@ class _Loader:
         key_norm = self._norm(f"{prefix}.k_norm.weight", dim)[order]
         output_shape = (config.hidden_size, config.attention_heads * dim)
         return AttentionWeights(
-            projection=torch.cat((rotated, gates, values)),
+            projection=self._project(torch.cat((rotated, gates, values)), scale),
             head_norm=torch.cat((query_norm.expand(len(heads), dim), key_norm.expand(kv_count, dim))).contiguous(),
-            output=self._read(f"{prefix}.o_proj.weight", output_shape, columns=(first * dim, last * dim)),
+            output=self._project(
+                self._read(f"{prefix}.o_proj.weight", output_shape, columns=(first * dim, last * dim))
+            ),
             query_heads=len(heads),
             kv_heads=kv_count,
         )
 
-    def _delta(self, prefix: str) -> DeltaWeights:
+    def _delta(self, prefix: str, scale: torch.Tensor | None) -> DeltaWeights:
         config, hidden = self._config, self._config.hidden_size
         key_first, key_last = self._share(config.linear_key_heads)
         first, last = self._share(config.linear_value_heads)
@@ -216,20 +238,23 @@ class _Loader:
         head_shape = (config.linear_value_heads, hidden)
         count = (config.linear_value_heads,)
         a_log = self._read(f"{prefix}.A_log", count, rows=[heads], dtype=torch.float32)
+        norm = self._read(f"{prefix}.norm.weight", (config.linear_value_dim,), dtype=torch.float32)
+        inputs = torch.cat(
+            (
+                self._read(f"{prefix}.in_proj_qkv.weight", (channels, hidden), rows=segments),
+                self._read(f"{prefix}.in_proj_z.weight", (value_width, hidden), rows=[values]),
+                self._read(f"{prefix}.in_proj_b.weight", head_shape, rows=[heads]),
+                self._read(f"{prefix}.in_proj_a.weight", head_shape, rows=[heads]),
+            )
+        )
+        output = self._read(f"{prefix}.out_proj.weight", (hidden, value_width), columns=values)
         return DeltaWeights(
-            projection=torch.cat(
-                (
-                    self._read(f"{prefix}.in_proj_qkv.weight", (channels, hidden), rows=segments),
-                    self._read(f"{prefix}.in_proj_z.weight", (value_width, hidden), rows=[values]),
-                    self._read(f"{prefix}.in_proj_b.weight", head_shape, rows=[heads]),
-                    self._read(f"{prefix}.in_proj_a.weight", head_shape, rows=[heads]),
-                )
-            ),
+            projection=self._project(inputs, scale),
             conv=self._read(f"{prefix}.conv1d.weight", conv_shape, rows=segments).squeeze(1).t().contiguous(),
             decay=-a_log.exp(),
             dt_bias=self._read(f"{prefix}.dt_bias", count, rows=[heads], dtype=torch.float32),
-            norm=self._read(f"{prefix}.norm.weight", (config.linear_value_dim,), dtype=torch.float32),
-            output=self._read(f"{prefix}.out_proj.weight", (hidden, value_width), columns=values),
+            norm=None if self._folds else norm,
+            output=self._project(output, norm.repeat(last - first) if self._folds else None),
             key_heads=key_last - key_first,
             value_heads=last - first,
         )
