@@ -371,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     # Everything is closed. Interpreter shutdown would only race native threads of torch and ZeroMQ that still wait for
-    # the interpreter's lock, which ends some processes with "terminate called", and free memory the kernel frees anyway.
+    # the interpreter's lock (some processes then end with "terminate called"), and free what the kernel frees anyway.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
