@@ -1,15 +1,14 @@
 """The shell of a rank's ``transfer`` and ``staging`` actors.
 
-Threads: each actor handles its messages on its own thread; writes, reads and links run on a small pool, merges on one
-thread. Both actors share the node's data plane and a book of the plans that are in force. On a mixed rank they exist
-and rest.
+Threads: each actor handles its messages on its own thread; writes, reads and links run on a small pool, merges (one at
+a time) on one or two threads. Both actors share the node's data plane and a book of the plans that are in force. On a
+mixed rank they exist and rest.
 """
 
 from __future__ import annotations
 
 import os
 
-from actors.runtime.config import NodeConfig
 from actors.runtime.context import ActorSpec, NodeContext
 from actors.transfer.executor import LinkBook, MergeExecutor, Synchronise, TransferExecutor, no_synchronisation
 from actors.transfer.machine import TransferMachine
@@ -17,6 +16,9 @@ from actors.transfer.staging_machine import StagingMachine
 
 THREADS_MAX = 4
 """Copies are bound by memory bandwidth; more threads than this only take cores from the forward pass."""
+
+MERGE_THREADS_MAX = 2
+"""One thread merges at about half of what it could copy: rows are interleaved. Two keep up with the pushes."""
 
 
 def build(context: NodeContext) -> tuple[ActorSpec, ...]:
@@ -28,11 +30,13 @@ def build(context: NodeContext) -> tuple[ActorSpec, ...]:
         context.data_plane,
         book,
         config.rank,
-        threads=thread_count(config),
+        threads=max(2, min(THREADS_MAX, cores())),  # two at least: one slow peer must not hold up another
         scratch_region=f"{config.node}.{config.incarnation}.verify",
         synchronise=synchronise,
     )
-    merges = MergeExecutor(context.data_plane, book, config.rank, threads=1, synchronise=synchronise)
+    merges = MergeExecutor(
+        context.data_plane, book, config.rank, threads=min(MERGE_THREADS_MAX, cores()), synchronise=synchronise
+    )
     machine = TransferMachine(config.instance, config.rank, config.incarnation, config.role, config.options)
     return (
         ActorSpec("transfer", machine, transfers),
@@ -40,9 +44,9 @@ def build(context: NodeContext) -> tuple[ActorSpec, ...]:
     )
 
 
-def thread_count(config: NodeConfig) -> int:
-    """Threads for concurrent writes or reads: two at least, so that one slow peer does not hold up another."""
-    return max(2, min(THREADS_MAX, os.cpu_count() or 1))
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def synchronisation(device: str) -> Synchronise:

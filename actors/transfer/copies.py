@@ -19,6 +19,9 @@ from actors.transfer.ranges import (
 )
 from actors.transfer.routes import Route, TransferPlan
 
+SPLIT_BYTES_MIN = 1 << 20
+"""Shorter copies are not worth a second thread."""
+
 
 class Copy(NamedTuple):
     """One operation of the data plane: ``ranges`` from one region to another."""
@@ -86,6 +89,31 @@ def merge_copies(link: Link, job: MergeJob) -> list[Copy]:
             ranges = window_to_slot(route, job.target_slot, area)
         parts.append((link.staging_region, route.target.region_id, ranges))
     return _grouped(parts)
+
+
+def split(copies: Iterable[Copy], parts: int) -> list[list[Copy]]:
+    """The same copies as up to ``parts`` lists of about equal bytes, for as many threads; short ones stay whole."""
+    whole = list(copies)
+    total = sum(copy.ranges.size_bytes for copy in whole)
+    if parts < 2 or total < SPLIT_BYTES_MIN:
+        return [whole]
+    share, filled = -(-total // parts), 0
+    lists: list[list[Copy]] = [[]]
+    for copy in whole:
+        begin = 0
+        for index, (_, run_bytes, count, _) in enumerate(copy.ranges.source):
+            filled += run_bytes * count
+            if filled >= share:
+                lists[-1].append(_between(copy, begin, index + 1))
+                lists.append([])
+                begin, filled = index + 1, 0
+        if begin < len(copy.ranges.source):
+            lists[-1].append(_between(copy, begin, len(copy.ranges.source)))
+    return [part for part in lists if part]
+
+
+def _between(copy: Copy, begin: int, end: int) -> Copy:
+    return copy._replace(ranges=Ranges(copy.ranges.source[begin:end], copy.ranges.target[begin:end]))
 
 
 def _pulled(plan: TransferPlan, job: PullJob) -> tuple[Route, ...]:

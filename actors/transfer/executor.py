@@ -1,6 +1,6 @@
 """Carries out the jobs of transfer and staging through the data plane. It follows a plan and decides nothing.
 
-Writes and pulls run on a small pool of threads, merges on one thread of their own. ``threads=0`` runs every job at once
+Writes and pulls run on a small pool of threads, merges on threads of their own. ``threads=0`` runs every job at once
 on the calling thread (tests, simulation). A failure becomes the ``error`` of the job's result; ``submit`` never raises.
 Before a pull or a merge reports success the device is synchronised, so that what comes after it sees the bytes.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock
 
 import numpy as np
 
 from actors.runtime.context import Done, Emit
 from actors.runtime.machine import Job
-from actors.transfer.copies import Copy, Link, merge_copies, pull_copies, write_copies
+from actors.transfer.copies import Copy, Link, merge_copies, pull_copies, split, write_copies
 from actors.transfer.jobs import CreateStaging, MapPeer, MergeJob, PullJob, UnmapPeer, VerifyJob, WriteJob
 from actors.transfer.verify import Bytes, verify_restored
 from messages.base import Message
@@ -228,7 +228,7 @@ class TransferExecutor:
 
 
 class MergeExecutor:
-    """The jobs of a staging actor: merges, one at a time."""
+    """The jobs of a staging actor: merges, one at a time. A long one is shared by ``threads`` threads."""
 
     def __init__(
         self,
@@ -243,7 +243,9 @@ class MergeExecutor:
         self._book = book
         self._rank = rank
         self._synchronise = synchronise
+        self._parts = max(1, threads)
         self._pool = ThreadPoolExecutor(1, "merge") if threads else None
+        self._helpers = ThreadPoolExecutor(threads - 1, "merge-helper") if threads > 1 else None
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
         """Start the merge; ``done`` gets its result on the merge thread."""
@@ -257,8 +259,9 @@ class MergeExecutor:
 
     def close(self) -> None:
         """Drop a merge that has not begun, wait for one that has."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._helpers):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def _merge(self, job: MergeJob) -> MergeDone:
         began = time.monotonic_ns()
@@ -266,7 +269,7 @@ class MergeExecutor:
         moved, error = 0, ""
         try:
             link = self._book.find(job.source_instance, job.source_incarnation, self._rank)
-            moved = self._copy(merge_copies(link, job))
+            moved = self._share(merge_copies(link, job))
             merged_ns = time.monotonic_ns()
             self._synchronise()
         except Exception as caught:
@@ -282,6 +285,18 @@ class MergeExecutor:
             sync_ms=_ms_since(merged_ns),
             error=error,
         )
+
+    def _share(self, copies: list[Copy]) -> int:
+        """Carry the copies out, with the helpers' help; returns the bytes when all of them are in place."""
+        if self._helpers is None:
+            return self._copy(copies)
+        mine, *others = split(copies, self._parts)
+        helped = [self._helpers.submit(self._copy, part) for part in others]
+        try:
+            moved = self._copy(mine)
+        finally:
+            wait(helped)  # also when this thread's part failed: nothing may be written after the result is out
+        return moved + sum(future.result() for future in helped)
 
     def _copy(self, copies: Iterable[Copy]) -> int:
         return sum(self._data_plane.copy(source, r.source, target, r.target) for source, target, r in copies)
