@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from actors.runtime.config import Options
+from actors.scheduler import transitions as scheduler
+from actors.transfer import push, receive, staging_machine
 from scripts.options import HELP
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -28,7 +34,35 @@ def options_table() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"options": options_table}
+COMMON_SOURCES_MIN = 6
+"""An event that leads from this many states to the same one is a note, not that many arrows."""
+
+
+def state_diagram(table: Mapping[Any, Enum]) -> str:
+    """A machine's table, (state, event) → state, as a Mermaid diagram; events between two states share an arrow."""
+    sources = Counter((event, after) for (_, event), after in table.items())
+    common = [pair for pair, count in sources.items() if count >= COMMON_SOURCES_MIN]
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, event), after in table.items():
+        if (event, after) not in common:
+            arrows.setdefault((state.name, after.name), []).append(str(event.value))
+    states = {state.name: state.value for (before, _), after in table.items() for state in (before, after)}
+    lines = ["```mermaid", "stateDiagram-v2"]
+    lines += [f'    state "{value}" as {name}' for name, value in sorted(states.items())]
+    lines += [f"    [*] --> {next(iter(table))[0].name}"]
+    lines += [f"    {before} --> {after}: {' / '.join(events)}" for (before, after), events in arrows.items()]
+    lines += [f"    note right of {after.name}: from any state: {event.value}" for event, after in common]
+    return "\n".join([*lines, "```"])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options": options_table,
+    "prefill_states": partial(state_diagram, scheduler.PREFILL),
+    "decode_states": partial(state_diagram, scheduler.DECODE),
+    "push_states": partial(state_diagram, push.TRANSITIONS.rows),
+    "receive_states": partial(state_diagram, receive.TRANSITIONS.rows),
+    "lease_states": partial(state_diagram, staging_machine.TRANSITIONS.rows),
+}
 """Name of a generated part → what makes it."""
 
 
