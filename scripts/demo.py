@@ -36,7 +36,7 @@ class Completion(msgspec.Struct):
 def run(options: Options, max_tokens: int) -> int:
     """Tell the story on ``options.topology``; returns the exit status (0: both proofs hold)."""
     console = Console(highlight=False)
-    prompts = DEMO_PROMPTS[:4]
+    prompts = list(DEMO_PROMPTS[:4])
     asked = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as trace_dir:
         traced = msgspec.structs.replace(options, port=0, verify_handoffs=True, trace_dir=trace_dir)

@@ -84,7 +84,9 @@ def status(run_dir: str, watch: float, as_json: bool) -> None:
 
 @main.command()
 @click.option("--run-dir", default="", help="Run directory of the cluster (default: the only one running).")
-@click.option("--timeout", default=0.0, metavar="SECONDS", help="Give up waiting after this long; 0 takes its options'.")
+@click.option(
+    "--timeout", default=0.0, metavar="SECONDS", help="Give up waiting after this long; 0 takes its options'."
+)
 def stop(run_dir: str, timeout: float) -> None:
     """Drain and stop a running cluster, and wait until nothing of it is left."""
     from scripts.status import stop_cluster

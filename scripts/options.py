@@ -123,7 +123,7 @@ def cluster_options(defaults: dict[str, Any] | None = None) -> Callable[[Callabl
         for field in reversed(msgspec.structs.fields(Options)):
             hint = hints[field.name]
             default = (defaults or {}).get(field.name, field.default)
-            extra = {"is_flag": False, "flag_value": True, "metavar": "BOOLEAN"} if hint is bool else {}
+            extra: dict[str, Any] = {"is_flag": False, "flag_value": True, "metavar": "BOOLEAN"} if hint is bool else {}
             shown = _show_default(default)
             text = HELP[field.name] + (f"  [default: {shown}]" if shown else "")
             flag = "--" + field.name.replace("_", "-")
