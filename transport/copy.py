@@ -10,13 +10,15 @@ The lists are checked as a whole by ``check_pairs`` before anything is copied; `
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable, Sequence
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from transport.dataplane import DataPlaneError, Strided
+from transport.dataplane import COPY_ENVIRONMENT, DataPlaneError, Strided
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -25,6 +27,14 @@ LONG_RUN_BYTES = 1 << 16
 
 FEW_RUNS = 3
 """So few shorter runs are copied one by one: a strided view costs more than they do."""
+
+TILE_BYTES = 1 << 20
+"""Interleaved ranges are put together in a buffer of this size, which stays in the core's cache, before they move on."""
+
+STREAMING = dict(COPY_ENVIRONMENT).items() <= os.environ.items()
+"""Whether this process copies long runs past the cache (see ``COPY_ENVIRONMENT``): only then tiles are faster."""
+
+_scratch = threading.local()
 
 Piece = tuple[int, int, int, int]
 """A ``Strided`` as the plain tuple that it is: making thousands of those is twice as fast."""
@@ -150,12 +160,21 @@ def _runs(buffer: Bytes, piece: Piece) -> npt.NDArray[np.void]:
     return np.ndarray((count,), f"V{run_bytes}", buffer.data, offset, (stride_bytes,))
 
 
-def copy_pairs(source: Bytes, target: Bytes, pairs: Iterable[Pair]) -> None:
+def copy_pairs(source: Bytes, target: Bytes, pairs: Sequence[Pair]) -> None:
     """Copy each pair (equal runs and counts, inside the buffers) from ``source`` to ``target``, in order."""
     source_view, target_view = source.data, target.data
-    for from_piece, to_piece in pairs:
+    index = 0
+    while index < len(pairs):
+        from_piece, to_piece = pairs[index]
         s_at, run, count, s_step = from_piece
         t_at, _, _, t_step = to_piece
+        if STREAMING and count * t_step >= TILE_BYTES:
+            width = _interleaved(pairs, index)
+            if width > 1:
+                _copy_in_tiles(source, target, pairs[index : index + width])
+                index += width
+                continue
+        index += 1
         if run >= LONG_RUN_BYTES:
             for _ in range(count):
                 target[t_at : t_at + run] = source[s_at : s_at + run]
@@ -168,6 +187,42 @@ def copy_pairs(source: Bytes, target: Bytes, pairs: Iterable[Pair]) -> None:
                 t_at += t_step
         else:
             _runs(target, to_piece)[...] = _runs(source, from_piece)
+
+
+def _interleaved(pairs: Sequence[Pair], first: int) -> int:
+    """How many pairs from ``first`` on fill, run beside run, one contiguous stretch of the target; 0 when they do not."""
+    t_begin, run, count, t_step = pairs[first][1]
+    t_next = t_begin + run
+    for index in range(first + 1, len(pairs)):
+        if t_next == t_begin + t_step:
+            return index - first
+        t_at, run, other_count, other_step = pairs[index][1]
+        if t_at != t_next or other_count != count or other_step != t_step:
+            return 0
+        t_next += run
+    return len(pairs) - first if t_next == t_begin + t_step else 0
+
+
+def _tile(size_bytes: int) -> Bytes:
+    """This thread's scratch memory; its pages stay mapped from one copy to the next."""
+    tile: Bytes | None = getattr(_scratch, "tile", None)
+    if tile is None or tile.size < size_bytes:
+        tile = _scratch.tile = np.ones(max(size_bytes, TILE_BYTES), dtype=np.uint8)
+    return tile
+
+
+def _copy_in_tiles(source: Bytes, target: Bytes, pairs: Sequence[Pair]) -> None:
+    """Copy interleaved pairs: some rows of all of them into a tile, then the tile to where it belongs."""
+    _, (t_begin, _, count, t_step) = pairs[0]
+    rows = max(1, TILE_BYTES // t_step)
+    tile = _tile(rows * t_step)
+    for first in range(0, count, rows):
+        rows = min(rows, count - first)
+        for (s_at, run, _, s_step), (t_at, _, _, _) in pairs:
+            piece = _runs(source, (s_at + first * s_step, run, rows, s_step))
+            _runs(tile, (t_at - t_begin, run, rows, t_step))[...] = piece
+        begin = t_begin + first * t_step
+        target[begin : begin + rows * t_step] = tile[: rows * t_step]
 
 
 def copy_ranges(

@@ -11,9 +11,15 @@ one go to the other in order. Everything is checked before the first byte moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from messages.layout import RegionDescriptor
+
+
+COPY_ENVIRONMENT: Final = (("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x40000"),)
+"""Environment in which processes that move caches should start: the C library then writes runs of 512 KiB and more past
+the cache, which nearly doubles the rate of long copies (what is written is read by somebody else, if at all, much
+later). Its own threshold is most of the shared cache. Other C libraries and processors ignore it."""
 
 
 class DataPlaneError(RuntimeError):

@@ -42,6 +42,10 @@ class Carrier(Protocol):
         """Answer on a connection that a peer made; dropped when it is gone."""
         ...
 
+    def is_there(self, node: str) -> bool:
+        """False when certainly nobody listens at that node's endpoint."""
+        ...
+
 
 class LinkCore:
     """See the module. ``wake`` is called from any thread when ``service`` should run."""
@@ -118,7 +122,15 @@ class LinkCore:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits to be sent to anybody who may still answer."""
-        return not any(outbox.queue or outbox.blocked_frame for outbox in list(self._outboxes.values()))
+        return not any(
+            (outbox.queue or outbox.blocked_frame) and (outbox.state == "open" or self._carrier.is_there(outbox.node))
+            for outbox in list(self._outboxes.values())
+        )
+
+    def end(self) -> None:
+        """Give up greetings that nobody answered: what the carrier still holds of them would be of no use."""
+        for outbox in list(self._greeting):
+            self._close(outbox)
 
     def service(self, now_ns: int) -> int:
         """Do what other threads asked for and what is due; returns when to come again, 0 for no particular time."""

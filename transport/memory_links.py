@@ -111,6 +111,10 @@ class MemoryLinks:
             links, node = caller
             links._work.put(lambda: links._hear(node, peer, frame))
 
+    def is_there(self, node: str) -> bool:
+        """See ``Carrier``."""
+        return node in self._hub.nodes
+
     # -- this node's thread -------------------------------------------------------------------------------------------
 
     def _find(self, node: str) -> None:

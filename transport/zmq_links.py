@@ -109,6 +109,7 @@ class ZmqLinks:
             if self._events is not None:
                 self._events.on_links_failed(f"{type(error).__name__}: {error}")
         finally:
+            self._core.end()
             self._sockets.close(self._core.settings.flush_timeout_ms)
 
     def _serve(self) -> None:

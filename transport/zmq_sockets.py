@@ -199,6 +199,11 @@ class Sockets:
         with suppress(zmq.ZMQError):  # the peer is gone, or reads nothing: its next greeting starts afresh
             self.router.send_multipart([peer, frame], NOBLOCK)
 
+    def is_there(self, node: str) -> bool:
+        """See ``Carrier``."""
+        endpoint = self._endpoint_of(node)
+        return not endpoint.startswith("ipc://") or Path(endpoint.removeprefix("ipc://")).exists()
+
     def close(self, linger_ms: int) -> None:
         """Close everything; what the sockets still hold has ``linger_ms`` to leave."""
         for node in list(self.dealers):

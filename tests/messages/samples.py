@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 
@@ -12,6 +13,7 @@ from messages.base import Message
 from messages.envelope import MESSAGE_TYPES, Envelope
 
 
+@functools.cache
 def messages() -> st.SearchStrategy[Message]:
     """Any message of any type."""
     return st.one_of([values(kind) for kind in MESSAGE_TYPES])
@@ -22,6 +24,7 @@ def values(kind: type[Message]) -> st.SearchStrategy[Message]:
     return struct_values(kind)
 
 
+@functools.cache
 def struct_values(kind: type) -> st.SearchStrategy:
     """Structs of a type, every field drawn by its annotation."""
     hints = typing.get_type_hints(kind)

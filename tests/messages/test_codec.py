@@ -115,7 +115,7 @@ def test_batch_headers_are_msgpacks(count: int) -> None:
     assert msgspec.msgpack.decode(batch_header(count) + nils) == [None] * count
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_one_named_error(garbage: bytes) -> None:
     for decoder in (decode, decode_batch):
@@ -125,7 +125,7 @@ def test_garbage_is_one_named_error(garbage: bytes) -> None:
             assert str(len(garbage)) in str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(envelopes(messages()), st.data())
 def test_a_damaged_envelope_is_an_envelope_or_one_named_error(envelope: Envelope, data: st.DataObject) -> None:
     frame = bytearray(encode(envelope))

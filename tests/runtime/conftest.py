@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,3 +16,10 @@ def run_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvf-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Two TCP ports that nobody listened at a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return [one.getsockname()[1], other.getsockname()[1]]

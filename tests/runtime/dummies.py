@@ -142,8 +142,9 @@ def build_echo(context: NodeContext) -> tuple[ActorSpec, ...]:
 def build_region(context: NodeContext) -> tuple[ActorSpec, ...]:
     """A node with a region of shared memory."""
     descriptor = context.data_plane.create_region(f"{context.config.node}.1.caches", 4096)
+    specs = build_echo(context)
     context.ready_detail(descriptor.location)
-    return build_echo(context)
+    return specs
 
 
 def build_refused(context: NodeContext) -> tuple[ActorSpec, ...]:
