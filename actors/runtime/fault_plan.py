@@ -4,7 +4,7 @@ A plan is a seed and rules. A rule says where it applies and what it does there:
 
 ``match`` — messages between nodes::
 
-    - match: {type: ChunkArrived, sender: "p0.*", nth: 2}   # also: receiver, request, from_nth, times, probability
+    - match: {type: ChunkArrived, sender: "p0.*", nth: 2}   # also: receiver, request, from_nth, times, probability …
       do: drop                                              # drop, delay, duplicate, reorder, corrupt, refuse
       ms: 50                                                # delay, duplicate: so late; reorder: at most (else 20)
 
@@ -63,12 +63,13 @@ class Occurrence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MessageMatch(Occurrence, frozen=True, kw_only=True):
-    """Messages between nodes."""
+    """Messages between nodes. ``incarnation`` is that of the sender's life, 0 for all of them (each counts anew)."""
 
     type: str = "*"
     sender: str = "*"
     receiver: str = "*"
     request: str = "*"
+    incarnation: int = 0
 
 
 class Point(Occurrence, frozen=True, kw_only=True):

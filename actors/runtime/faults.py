@@ -134,7 +134,8 @@ class NodeInjector:
         for number, rule in enumerate(plan.rules, 1):
             armed = _Armed(number, rule, Random(f"{plan.seed} {node} {incarnation} {number}"))
             if rule.match is not None:
-                self._messages.append((rule.match.type, armed))
+                if rule.match.incarnation in (0, incarnation):
+                    self._messages.append((rule.match.type, armed))
             elif rule.write is not None and fnmatchcase(node, rule.write.node):
                 self._writes.append(armed)
             elif rule.at is not None and self._concerns(rule, rule.at, incarnation):
