@@ -236,6 +236,33 @@ def bench_accuracy(options: Options, against: str, prompt_count: int, max_tokens
 main.add_command(trace)
 
 
+@main.command()
+@click.option("--seed", default=0, show_default=True, help="First seed.")
+@click.option("--seeds", "seed_count", default=1, show_default=True, help="How many seeds to run.")
+@click.option("--requests", "request_count", default=20, show_default=True, help="Requests per seed.")
+@click.option("--faults", default="all", show_default=True, help="all, none, or kinds separated by commas.")
+@click.option("--topology", default="", help="Fixed topology (default: drawn from the seed).")
+@click.option("--time-limit", "time_limit_s", default=0.0, metavar="SECONDS", help="Begin no seed after this long.")
+@click.option(
+    "--trace-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("kvferry-simulation"),
+    show_default=True,
+    help="Where the trace of a run that broke an invariant goes.",
+)
+def simulate(**values: Any) -> None:
+    """A whole cluster with faults in one thread and virtual time; invariants I1 to I7 are checked at every step.
+
+    The same seed gives the same run. A failure prints the command that repeats it and leaves a trace.
+    """
+    from scripts.simulate import report
+
+    line = ""
+    for line in report(**values):
+        click.echo(line)
+    sys.exit(1 if line.startswith("violation") else 0)
+
+
 def _report(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json(result)

@@ -46,7 +46,8 @@ def _trace_dir(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a self-contained page instead.")
 @click.option("--mermaid", is_flag=True, help="Print a Mermaid sequence diagram instead.")
 @click.option("--internal", is_flag=True, help="Also messages between actors of one node, timers and job results.")
-def sequence(trace_dir: Path, request: str, html: Path | None, mermaid: bool, internal: bool) -> None:
+@click.option("--steps", is_flag=True, help="Also every step of a long uneventful decode.")
+def sequence(trace_dir: Path, request: str, html: Path | None, mermaid: bool, internal: bool, steps: bool) -> None:
     """The messages of one request in order: who told whom what, and when."""
     from scripts.trace_commands import sequence_html, sequence_mermaid, sequence_text
 
@@ -56,7 +57,7 @@ def sequence(trace_dir: Path, request: str, html: Path | None, mermaid: bool, in
     elif mermaid:
         click.echo(sequence_mermaid(trace_dir, request))
     else:
-        click.echo(sequence_text(trace_dir, request, internal=internal))
+        click.echo(sequence_text(trace_dir, request, internal=internal, steps=steps))
 
 
 @trace.command()
@@ -104,4 +105,20 @@ def grep(trace_dir: Path, **filters: Any) -> None:
     from scripts.trace_commands import grep as run
 
     for line in run(trace_dir, **filters):
+        sys.stdout.write(line + "\n")
+
+
+@trace.command()
+@_trace_dir
+@click.argument("address", metavar="NODE/ACTOR")
+@click.option("--until", default=0, help="Stop after this many messages; 0 replays all.")
+@click.option("--incarnation", default=0, help="Which life of the node; 0 takes its last.")
+def replay(trace_dir: Path, address: str, until: int, incarnation: int) -> None:
+    """Feed an actor's recorded inbox to a fresh machine, step by step.
+
+    Prints each message, the state changes and effects it caused, and the first effect that is not what was recorded.
+    """
+    from scripts.trace_commands import replay_text
+
+    for line in replay_text(trace_dir, address, until=until, incarnation=incarnation):
         sys.stdout.write(line + "\n")

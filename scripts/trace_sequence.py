@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from scripts.trace_story import Hop, Story, load_story, summarize
 
 MERMAID_HOPS_MAX = 400
+STEP_TYPES = frozenset({"ExecuteBatch", "BatchResult", "Generation"})
+STEPS_SHOWN = 6
+"""Of a long run of uneventful steps, so many messages are shown at its beginning and at its end."""
 
 
-def sequence_text(trace_dir: Path, request_id: str, *, internal: bool = False) -> str:
+def sequence_text(trace_dir: Path, request_id: str, *, internal: bool = False, steps: bool = False) -> str:
     """One line per message: when, from whom to whom, what, how long it took, what to notice.
 
-    ``internal`` also shows timers and job results, which an actor sends to itself.
+    ``internal`` also shows timers and job results, which an actor sends to itself; ``steps`` every step of a long
+    uneventful decode, of which otherwise only the first and last messages appear.
     """
     story = load_story(trace_dir, request_id)
     hops = [hop for hop in story.hops if internal or not hop.is_internal]
@@ -30,13 +36,31 @@ def sequence_text(trace_dir: Path, request_id: str, *, internal: bool = False) -
     lines = [header, ""]
     lines.append(f"{'ms':>10}  {'from':<{from_width}}   {'to':<{to_width}}  {'message':<{type_width}}  {'took':>8}")
     faults = [(record.now_ns, f"!! {record.text} ({record.sender or 'node'})") for record in story.node_faults]
-    for hop in hops:
+    for hop, hidden in [(hop, 0) for hop in hops] if steps else _without_long_runs(hops):
+        if hidden:
+            lines.append(f"{'…':>10}  {hidden} messages of decode steps (--steps shows them)")
+            continue
         while faults and faults[0][0] <= hop.sent_ns:
             lines.append(f"{(faults[0][0] - story.begin_ns) / 1e6:>10.3f}  {faults.pop(0)[1]}")
         lines.append(_line(story, hop, from_width, to_width, type_width))
     lines += [f"{(when - story.begin_ns) / 1e6:>10.3f}  {text}" for when, text in faults]
     lines += [f"(trace damaged: {damage})" for damage in story.damage]
     return "\n".join(lines)
+
+
+def _without_long_runs(hops: Sequence[Hop]) -> list[tuple[Hop, int]]:
+    """(hop, 0) for every hop to show; (hop, count) where ``count`` uneventful step messages are left out."""
+    shown: list[tuple[Hop, int]] = []
+    for uneventful, group in groupby(hops, key=lambda hop: hop.type in STEP_TYPES and not hop.notes()):
+        run = list(group)
+        hidden = len(run) - 2 * STEPS_SHOWN
+        if not uneventful or hidden <= 1:
+            shown += [(hop, 0) for hop in run]
+            continue
+        shown += [(hop, 0) for hop in run[:STEPS_SHOWN]]
+        shown.append((run[STEPS_SHOWN], hidden))
+        shown += [(hop, 0) for hop in run[-STEPS_SHOWN:]]
+    return shown
 
 
 def _line(story: Story, hop: Hop, from_width: int, to_width: int, type_width: int) -> str:
