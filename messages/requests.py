@@ -58,6 +58,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_steps: int = 0
     accepted_by_position: tuple[int, ...] = ()
 
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per decode step: its own and the drafts that stood; 0 before the first step."""
+        return 1 + self.accepted_tokens / self.decode_steps if self.decode_steps else 0.0
+
 
 class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request's time went, in ms; what the ``[PD-PERF]`` line prints. Unset phases did not happen.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.runtime.config import NodeConfig, Options
+from actors.runtime.config import ConfigError, NodeConfig, Options
 from actors.runtime.node import Node
 from actors.supervisor.actor import make_build
 from actors.supervisor.console import Console
@@ -30,6 +30,7 @@ from actors.supervisor.run_dir import RunDir, clean_dead_runs, make_run_dir
 from actors.supervisor.topology import CheckTp, Topology, parse_topology
 from actors.supervisor.units import FACTORIES, Kind, TreePlan
 from actors.worker.model.config import check_tp, load_config
+from actors.worker.settings import SPECULATIVE_TOKENS_MAX
 from messages.base import SUPERVISOR, Message, actor_of, node_of
 from messages.lifecycle import NodeProgress, Stop, TreeEnded, TreeReady
 from scripts.models import resolve_model
@@ -57,8 +58,26 @@ def check_options(options: Options) -> tuple[Options, Topology]:
     folder = resolve_model(options.model)
     config = load_config(folder)
     topology = parse_topology(options.topology, partial(check_tp, config))
+    _check_speculation(options, topology)
     name = options.served_model_name or Path(options.model).name
     return msgspec.structs.replace(options, model=str(folder), served_model_name=name), topology
+
+
+def _check_speculation(options: Options, topology: Topology) -> None:
+    """Draft depths that no link could serve are refused before anything starts."""
+    names = ("num_speculative_tokens", "prefill_num_speculative_tokens")
+    for name, least in zip(names, (0, -1), strict=True):
+        if not least <= getattr(options, name) <= SPECULATIVE_TOKENS_MAX:
+            raise ConfigError(
+                f"{name} {getattr(options, name)} is out of range; allowed: {least} to {SPECULATIVE_TOKENS_MAX}"
+            )
+    depths = {plan.role: options.speculative_tokens_of(plan.role) for plan in topology.instances}
+    if depths.get("DECODE") and depths.get("PREFILL") == 0:
+        raise ConfigError(
+            f"prefill_num_speculative_tokens 0 with num_speculative_tokens {options.num_speculative_tokens}: decode "
+            "instances draft from a cache that prefill instances must fill; set prefill_num_speculative_tokens to at "
+            "least 1 (-1: the same depth), or num_speculative_tokens to 0"
+        )
 
 
 def available_cpu_count() -> int:

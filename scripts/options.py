@@ -50,6 +50,7 @@ HELP: dict[str, str] = {
     "data_plane": "How cache bytes move between ranks: shm within a host, tcp between hosts.",
     "keys_file": "CURVE keys for links over tcp (see docs/operations.md); made in the run directory when empty.",
     "num_speculative_tokens": "MTP draft depth, 0 to 8; 0 is off.",
+    "prefill_num_speculative_tokens": "Draft depth prefill instances lay their caches out for; -1: the same.",
     "enable_mtp_draft_body_tp1": "Replicate the draft body on every rank (its lm_head stays sharded).",
     "run_dir": "Private directory for sockets and logs (default: a new one under the temporary directory).",
     "trace_dir": "Write a full message trace here (see 'kvferry trace').",

@@ -90,6 +90,7 @@ class SimulatedWorkerExecutor:
         options = config.options
         region_id = f"{config.node}.{config.incarnation}.caches"
         slots = options.max_seqs_per_batch
+        speculative_tokens = options.speculative_tokens_of(config.role)
         tensors, region_bytes = build_layout(
             GEOMETRY,
             config.tp_size,
@@ -97,12 +98,12 @@ class SimulatedWorkerExecutor:
             block_size=options.block_size,
             block_count=options.block_count,
             slot_count=slots,
-            speculative_tokens=options.num_speculative_tokens,
+            speculative_tokens=speculative_tokens,
             draft_replicated=options.enable_mtp_draft_body_tp1,
             region_id=region_id,
         )
         region = self._memory.create_region(region_id, region_bytes)
-        self.runner = TagRunner(config.node, tensors, self._memory.view(region_id), options.num_speculative_tokens)
+        self.runner = TagRunner(config.node, tensors, self._memory.view(region_id), speculative_tokens)
         kv = [(t.namespace, t.layer) for t in tensors if t.role == "KEY"]
         self._layers = tuple(kv)
         manifest = Manifest(
@@ -114,7 +115,7 @@ class SimulatedWorkerExecutor:
             block_size=options.block_size,
             block_count=options.block_count,
             slot_count=slots,
-            speculative_tokens=options.num_speculative_tokens,
+            speculative_tokens=speculative_tokens,
             regions=(region,),
             tensors=tensors,
             max_tokens_per_chunk=min(options.max_tokens_per_batch, options.max_tokens_per_chunk_for_prefill),
@@ -178,6 +179,8 @@ class SimulatedWorkerExecutor:
             emit(transfer, message)
 
     def _end(self, batch: ExecuteBatch, rows: list[RowResult], take_ms: float, done: Done) -> None:
+        if self._check is not None:
+            self._check(self._config.node, batch)  # a real step writes until its end
         done(
             BatchResult(
                 step=batch.step,

@@ -11,6 +11,7 @@ from messages.cluster import Heartbeat
 
 _SHORT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LENGTHS: Final = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
 _LOADS: Final = ("running", "waiting", "blocks_free", "blocks_total", "slots_free", "slots_total", "leases")
 
 Observation = DeliverTokens | DeliverEnd | DeliverRefusal | PublishInstances | PublishLoad
@@ -41,9 +42,16 @@ class GatewayMetrics:
         self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens that were not computed again")
         self._output_tokens = counter("generation_tokens", "Tokens delivered")
         self._handoff_bytes = counter("handoff_bytes", "Cache bytes moved between instances")
+        self._decode_steps = counter("decode_steps", "Decode steps of requests that ended, one per request and step")
         self._drafted = counter("speculation_drafted_tokens", "Tokens drafted")
         self._accepted = counter("speculation_accepted_tokens", "Drafted tokens accepted")
         self._accepted_at = counter("speculation_accepted_by_position", "Accepted drafts by position", ("position",))
+        self._accepted_length = Histogram(
+            "kvferry_speculation_accepted_length",
+            "Mean tokens per decode step of a request that was drafted for",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
         self._instances = Gauge("kvferry_instances", "Live instances", ("role",), registry=registry)
         self._loads = {
             name: Gauge(f"kvferry_instance_{name}", f"{name} of an instance", ("instance",), registry=registry)
@@ -83,10 +91,13 @@ class GatewayMetrics:
             self._handoff.observe(phases.handoff_ms / 1000)
             self._restore.observe(phases.restore_ms / 1000)
         self._handoff_bytes.inc(phases.bytes_moved)
+        self._decode_steps.inc(usage.decode_steps)
         self._drafted.inc(usage.drafted_tokens)
         self._accepted.inc(usage.accepted_tokens)
         for position, count in enumerate(usage.accepted_by_position):
             self._accepted_at.labels(str(position)).inc(count)
+        if usage.drafted_tokens:
+            self._accepted_length.observe(usage.mean_accepted_length)
 
     def _observe_instances(self, job: PublishInstances) -> None:
         for role in ("MIX", "PREFILL", "DECODE"):

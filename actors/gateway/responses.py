@@ -134,6 +134,7 @@ def measured(sample: SampleStream) -> dict[str, Any]:
         "drafted_tokens": counts.drafted_tokens,
         "accepted_tokens": counts.accepted_tokens,
         "decode_steps": counts.decode_steps,
+        "mean_accepted_length": counts.mean_accepted_length,
         "accepted_by_position": list(counts.accepted_by_position),
     }
 

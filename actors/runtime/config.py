@@ -61,6 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # speculation
     num_speculative_tokens: int = 0
+    prefill_num_speculative_tokens: int = -1  # of prefill instances; -1: as num_speculative_tokens
     enable_mtp_draft_body_tp1: bool = False
 
     # runtime
@@ -78,6 +79,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     restart_window_ms: int = 60_000
     restart_backoff_ms: float = 200.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def speculative_tokens_of(self, role: Literal["", "MIX", "PREFILL", "DECODE"]) -> int:
+        """Draft depth of an instance in this role."""
+        apart = role == "PREFILL" and self.prefill_num_speculative_tokens >= 0
+        return self.prefill_num_speculative_tokens if apart else self.num_speculative_tokens
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):

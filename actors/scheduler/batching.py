@@ -250,7 +250,7 @@ class Batcher:
         sequence.drafted += result.drafted
         sequence.accepted += result.accepted
         positions = sequence.accepted_by_position
-        positions += [0] * (result.accepted - len(positions))
+        positions += [0] * (result.drafted - len(positions))
         for position in range(result.accepted):
             positions[position] += 1
 

@@ -38,7 +38,7 @@ def plan(
         for manifest, tensors in zip(sources, layouts, strict=True):
             source = tensors.get(layout.name)
             if source is None:
-                raise PlanRefused(_missing(manifest, layout))
+                raise PlanRefused(_missing(manifest, layout, target))
             _check_tensor(source, layout, manifest.rank)
             holders.append((manifest.rank, source))
         routes += _routes(holders, layout, target)
@@ -131,10 +131,13 @@ def _check_names(sources: Sequence[Manifest], target: Manifest) -> None:
                 )
 
 
-def _missing(manifest: Manifest, layout: TensorLayout) -> str:
+def _missing(manifest: Manifest, layout: TensorLayout, target: Manifest) -> str:
     text = f"{layout.name}: source rank {manifest.rank} of {manifest.instance} does not publish it"
     if layout.namespace == "draft" and manifest.speculative_tokens == 0:
-        text += "; a prefill instance must fill the draft cache too (option: num_speculative_tokens, at least 1 there)"
+        text += (
+            f"; {target.instance} drafts (num_speculative_tokens {target.speculative_tokens}), so "
+            f"{manifest.instance} must fill the draft cache too (option: prefill_num_speculative_tokens, at least 1)"
+        )
     return text
 
 

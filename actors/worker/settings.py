@@ -44,7 +44,7 @@ class WorkerSettings:
             cache_memory_mb=options.cache_memory_mb,
             slot_count=options.max_seqs_per_batch,
             max_model_len=options.max_model_len,
-            speculative_tokens=options.num_speculative_tokens,
+            speculative_tokens=options.speculative_tokens_of(config.role),
             draft_replicated=options.enable_mtp_draft_body_tp1,
         )
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from actors.runtime.config import ConfigError, Options
+from scripts.cluster import check_options
 from scripts.main import main
 from scripts.options import HELP, build_options, cluster_options
 
@@ -55,6 +56,28 @@ def test_a_json_config_file_works_like_a_toml_one(tmp_path: Path) -> None:
 )
 def test_booleans_are_written_as_the_references_write_them(arguments: list[str], expected: bool) -> None:
     assert parse(*arguments).enable_pd_parallel_shard_pull is expected
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "named"),
+    [
+        (3, 0, "prefill_num_speculative_tokens 0 with num_speculative_tokens 3"),
+        (9, -1, "num_speculative_tokens 9 is out of range; allowed: 0 to 8"),
+        (3, -2, "prefill_num_speculative_tokens -2 is out of range; allowed: -1 to 8"),
+    ],
+)
+def test_draft_depths_that_cannot_work_are_refused_at_the_start(decode: int, prefill: int, named: str) -> None:
+    """C33."""
+    options = Options(num_speculative_tokens=decode, prefill_num_speculative_tokens=prefill)
+    with pytest.raises(ConfigError, match=named):
+        check_options(options)
+
+
+def test_prefill_instances_may_have_a_draft_depth_of_their_own() -> None:
+    options = Options(num_speculative_tokens=3, prefill_num_speculative_tokens=1)
+    check_options(options)
+    assert [options.speculative_tokens_of(role) for role in ("PREFILL", "DECODE", "MIX")] == [1, 3, 3]
+    assert Options(num_speculative_tokens=2).speculative_tokens_of("PREFILL") == 2
 
 
 def test_an_unknown_option_in_a_config_file_is_refused_by_name() -> None:

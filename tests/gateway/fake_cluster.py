@@ -148,7 +148,7 @@ class FakeCluster:
 
     @staticmethod
     def finished(submit: SubmitRequest, count: int, reason: str = "length") -> Finished:
-        usage = Usage(completion_tokens=count, cached_tokens=1, drafted_tokens=6, accepted_tokens=4)
+        usage = Usage(completion_tokens=count, cached_tokens=1, drafted_tokens=6, accepted_tokens=4, decode_steps=2)
         message = Finished(
             request_id=submit.request_id,
             epoch=submit.epoch,

@@ -367,6 +367,8 @@ def test_metrics_tell_about_requests_tokens_times_and_speculation(client: httpx.
     assert float(lines["kvferry_inter_token_latency_seconds_count"]) == 4
     assert float(lines["kvferry_handoff_bytes_total"]) == 8192
     assert float(lines["kvferry_speculation_accepted_tokens_total"]) == 8
+    assert float(lines["kvferry_decode_steps_total"]) == 4
+    assert float(lines["kvferry_speculation_accepted_length_count"]) == 2
     assert float(lines['kvferry_instances{role="DECODE"}']) == 1
 
 

@@ -223,7 +223,26 @@ def test_a_prefill_instance_without_draft_cache_is_refused_with_the_option_to_se
     sources = instance(NaivePlane(), model, "p0", 1)
     target = instance(NaivePlane(), model, "d0", 1, speculative_tokens=3)[0]
     text = refused(sources, target)
-    assert text.startswith("draft.0.KEY") and "num_speculative_tokens" in text
+    assert text.startswith("draft.0.KEY")
+    assert "d0 drafts (num_speculative_tokens 3)" in text
+    assert "prefill_num_speculative_tokens, at least 1" in text
+
+
+@pytest.mark.parametrize(("source_depth", "target_depth"), [(1, 3), (3, 1), (8, 2), (2, 0)])
+def test_unequal_draft_depths_move_the_live_state_and_the_draft_cache_only_where_it_is_used(
+    source_depth: int, target_depth: int
+) -> None:
+    """C33: the same bytes as between equal depths; a target that does not draft leaves the draft behind."""
+    model = geometry()
+    sources = instance(NaivePlane(), model, "p0", 2, speculative_tokens=source_depth)
+    target = instance(NaivePlane(), model, "d0", 1, speculative_tokens=target_depth)[0]
+    equal = instance(NaivePlane(), model, "p0", 2, speculative_tokens=target_depth)
+
+    def moved(manifests: list[Manifest]) -> list[tuple[str, int, tuple[Segment, ...]]]:
+        return [(route.name, route.source_rank, route.segments) for route in plan(manifests, target).routes]
+
+    assert moved(sources) == moved(equal)
+    assert any(name.startswith("draft.") for name, _, _ in moved(sources)) is (target_depth > 0)
 
 
 def test_a_tensor_that_the_target_does_not_know_is_refused() -> None:
