@@ -9,7 +9,7 @@ engines. Two things are measured:
 * **restore time**: layers become ready at the pace of a prefill (``prefill_tokens_per_s``), and the time counts from
   ``FirstGeneration`` (here: ``PullKVCache``) to the last ``Restored``. Measured at ``prompt_tokens`` and at one chunk.
 
-Blocks are scattered unless said otherwise, as after hours of serving. Once, every byte is compared with its source.
+memcpy runs between regions like those of the caches. Once, every restored byte is compared with its source.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from actors.transfer.executor import RegionReader
 from actors.transfer.verify import verify_restored
 from actors.worker.layout import build_layout
 from messages.base import SUPERVISOR, Message, rank_address
+from messages.batch import BatchRow, ExecuteBatch
 from messages.cluster import InstanceInfo, LinkFailed, LinkPeer, PeerLinked
 from messages.envelope import Envelope
 from messages.handoff import TransferMode
@@ -56,6 +57,7 @@ from messages.transfer import (
     RestoreFailed,
 )
 from scripts.plan import find_geometry
+from transport.dataplane import COPY_ENVIRONMENT, DataPlane
 
 CHUNK_TOKENS = 2048
 BLOCK_SIZE = 128
@@ -87,11 +89,12 @@ def run(
     block_size: int = BLOCK_SIZE,
     speculative_tokens: int = 3,
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
-    scattered: bool = True,
+    scattered: bool = False,
 ) -> dict[str, Any]:
     """Measure hand-offs (see the module); medians of ``repeats``. Times in ms, rates in 1e9 bytes per second.
 
-    ``geometry`` is a name of ``scripts/geometries.py`` or a checkpoint. Raises ``ConfigError`` for what cannot be run.
+    ``geometry`` is a name of ``scripts/geometries.py`` or a checkpoint; ``scattered`` shuffles the blocks on both sides,
+    as after hours of serving, instead of what a fresh allocator gives. Raises ``ConfigError`` for what cannot be run.
     """
     sizes = parse_topology(topology)
     short_tokens = min(prompt_tokens, chunk_tokens)
@@ -114,7 +117,7 @@ def run(
             warm = ferry.carry(prompt_tokens, kv_cache_transfer_mode)
             verified = ferry.verify(prompt_tokens)
             moved = warm.bytes_moved
-            memcpy = Memcpy(moved)
+            memcpy = Memcpy(ferry.data_plane, moved)
             rounds, memcpy_ms = [], []
             for _ in range(repeats):
                 rounds.append(ferry.carry(prompt_tokens, kv_cache_transfer_mode))
@@ -155,10 +158,15 @@ def parse_topology(text: str) -> Sizes:
 
 
 class Memcpy:
-    """One thread's copy between two buffers whose pages exist already."""
+    """One thread's copy between two buffers of the kind that caches lie in (regions), whose pages exist already."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self._source, self._target = np.ones(size_bytes, dtype=np.uint8), np.ones(size_bytes, dtype=np.uint8)
+    def __init__(self, plane: DataPlane, size_bytes: int) -> None:
+        buffers = []
+        for name in ("source", "target"):
+            plane.create_region(f"bench.memcpy.{name}", size_bytes)
+            buffers.append(np.frombuffer(plane.view(f"bench.memcpy.{name}"), dtype=np.uint8))
+        self._source, self._target = buffers
+        self._source[:] = self._target[:] = 1
         self.measure()
 
     def measure(self) -> float:
@@ -172,19 +180,22 @@ class Memcpy:
 
 
 class ShardMachine:
-    """Publishes the rank's caches, and rests."""
+    """Publishes the rank's caches; "computes" a batch by saying at once that every layer of every row is ready."""
 
-    def __init__(self, transfer: str, ready: WorkerReady) -> None:
+    def __init__(self, transfer: str, ready: WorkerReady, layers: Sequence[tuple[Namespace, int]]) -> None:
         self._transfer = transfer
         self._ready = ready
+        self._layers = layers
 
     def start(self, now_ns: int) -> list[Effect]:
         """The caches exist: say so."""
         return [Send(self._transfer, self._ready)]
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
-        """Nothing is asked of it."""
-        return []
+        """A batch is ready as soon as it is asked for."""
+        if not isinstance(message, ExecuteBatch):
+            return []
+        return [Send(self._transfer, ready) for row in message.rows for ready in layers_ready(row, self._layers)]
 
     def status(
         self, now_ns: int
@@ -227,7 +238,34 @@ def build_shard(context: NodeContext) -> tuple[ActorSpec, ...]:
         max_tokens_per_chunk=options.max_tokens_per_chunk_for_prefill,
     )
     ready = WorkerReady(rank=config.rank, incarnation=config.incarnation, manifest=manifest)
-    return (ActorSpec("worker", ShardMachine(f"{config.node}/transfer", ready)),)
+    layers = pushed_layers(geometry, options.num_speculative_tokens)
+    return (ActorSpec("worker", ShardMachine(f"{config.node}/transfer", ready, layers)),)
+
+
+def pushed_layers(geometry: ModelGeometry, speculative_tokens: int) -> list[tuple[Namespace, int]]:
+    """The layers with KEY and VALUE, in the order in which a worker computes them."""
+    layers: list[tuple[Namespace, int]] = [
+        ("target", index) for index, kind in enumerate(geometry.layer_kinds) if kind == "attention"
+    ]
+    return layers + [("draft", index) for index in range(geometry.draft_layers if speculative_tokens else 0)]
+
+
+def layers_ready(row: BatchRow, layers: Sequence[tuple[Namespace, int]]) -> list[LayerReady]:
+    """What a worker says while it computes one chunk."""
+    return [
+        LayerReady(
+            request_id=row.request_id,
+            epoch=row.epoch,
+            chunk_index=row.push_chunk,
+            layer=layer,
+            token_start=row.start,
+            token_count=len(row.token_ids),
+            is_last_layer=(namespace, layer) == layers[-1],
+            is_last_chunk=row.samples,
+            namespace=namespace,
+        )
+        for namespace, layer in layers
+    ]
 
 
 # -- in this process: schedulers and engines ------------------------------------------------------------------------
@@ -280,7 +318,8 @@ class Ferry:
                 config = self._config(f"{instance}.r{rank}", instance, role, rank)
                 path = self._run_dir / f"{config.node}.json"
                 path.write_bytes(msgspec.json.encode(config))
-                self._processes.append(subprocess.Popen([sys.executable, "-m", "actors.runtime.node", str(path)]))
+                command = [sys.executable, "-m", "actors.runtime.node", str(path)]
+                self._processes.append(subprocess.Popen(command, env={**os.environ, **dict(COPY_ENVIRONMENT)}))
         ready = self._expect(WorkerReady, sum(self._sizes.values()))
         for instance in NAMES:
             mine = [message.manifest for message in ready if message.manifest.instance == instance]
@@ -343,11 +382,11 @@ class Ferry:
 
     # -- talking --------------------------------------------------------------------------------------------------
 
-    def _tell(self, instance: str, message: Message) -> None:
-        """As the engine of an instance, to the transfers of all its ranks."""
+    def _tell(self, instance: str, message: Message, actor: str = "transfer") -> None:
+        """As the engine of an instance, to one actor of each of its ranks."""
         node = self._nodes[f"{instance}.ctl"]
         for rank in range(self._sizes[instance]):
-            node.post("engine", rank_address(instance, rank, "transfer"), message)
+            node.post("engine", rank_address(instance, rank, actor), message)
 
     def _expect(self, kind: type[Kind], count: int) -> list[Kind]:
         """The next ``count`` messages of one kind; a refusal or silence ends the run with its reason."""
@@ -371,6 +410,7 @@ class Ferry:
         self._count += 1
         request = f"request-{self._count}"
         leases = self._reserve(request, tokens, mode)
+        began = time.perf_counter()
         self._tell(
             "p0",
             OpenPush(
@@ -384,10 +424,11 @@ class Ferry:
                 target_block_ids=self._target_blocks,
                 target_slot=1,
                 leases=leases,
+                ready_tokens=0 if tokens_per_s else tokens,
             ),
         )
-        began = time.perf_counter()
-        self._compute(request, tokens, tokens_per_s)
+        if tokens_per_s:
+            self._compute(request, tokens, tokens_per_s)
         asked = time.perf_counter()
         self._tell(
             "d0",
@@ -431,36 +472,41 @@ class Ferry:
         return tuple(message.lease for message in self._expect(ReceiveOpened, self._sizes["d0"]))
 
     def _compute(self, request: str, tokens: int, tokens_per_s: float) -> None:
-        """Say ``LayerReady`` as the workers would, evenly over the time that a prefill takes."""
-        layers: list[tuple[Namespace, int]] = [("target", i) for i in range(len(self._geometry.layer_kinds))]
-        if self._options.num_speculative_tokens:
-            layers += [("draft", i) for i in range(self._geometry.draft_layers)]
+        """Have the workers compute the prompt chunk by chunk: at once, or layer by layer at the pace of a prefill."""
         step = self._options.max_tokens_per_chunk_for_prefill
-        began = time.perf_counter()
-        computed = 0.0
-        for index, start in enumerate(range(0, tokens, step)):
-            count = min(step, tokens - start)
-            for position, (namespace, layer) in enumerate(layers):
-                computed += count / len(layers)
-                if tokens_per_s:
-                    time.sleep(max(0.0, began + computed / tokens_per_s - time.perf_counter()))
-                message = LayerReady(
-                    request_id=request,
-                    epoch=0,
-                    chunk_index=index,
-                    layer=layer,
-                    token_start=start,
-                    token_count=count,
-                    is_last_layer=position == len(layers) - 1,
-                    is_last_chunk=start + count == tokens,
-                    namespace=namespace,
-                )
-                if namespace == "draft" or self._geometry.layer_kinds[layer] == "attention":
-                    self._tell("p0", message)
+        rows = [
+            BatchRow(
+                request_id=request,
+                epoch=0,
+                token_ids=(0,) * min(step, tokens - start),
+                start=start,
+                block_ids=(),
+                samples=start + step >= tokens,
+                is_prefill=True,
+                push_chunk=index,
+            )
+            for index, start in enumerate(range(0, tokens, step))
+        ]
+        if not tokens_per_s:
+            for row in rows:
+                self._tell("p0", ExecuteBatch(step=self._count, incarnation=1, rows=(row,)), "worker")
+            return
+        layers = pushed_layers(self._geometry, self._options.num_speculative_tokens)
+        due = time.perf_counter()
+        for row in rows:
+            for ready in layers_ready(row, layers):
+                due += len(row.token_ids) / len(layers) / tokens_per_s
+                time.sleep(max(0.0, due - time.perf_counter()))
+                self._tell("p0", ready)
+
+    @property
+    def data_plane(self) -> DataPlane:
+        """This process's own."""
+        return self._nodes["d0.ctl"].data_plane
 
     def verify(self, tokens: int) -> int:
         """Compare every restored byte with every source; returns the bytes compared."""
-        plane = self._nodes["d0.ctl"].data_plane
+        plane = self.data_plane
         for manifest in (*self._manifests["p0"], *self._manifests["d0"]):
             plane.attach(manifest.regions[0])
         reader = RegionReader(plane, "bench.verify")

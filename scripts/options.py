@@ -56,7 +56,7 @@ HELP: dict[str, str] = {
     "trace_dir": "Write a full message trace here (see 'kvferry trace').",
     "trace_payloads": "Keep message bodies in the trace, not only their headers.",
     "trace_ring": "Envelopes every node remembers even without --trace-dir.",
-    "faults": "Fault plan (YAML or TOML) to inject; see docs/faults.md.",
+    "faults": "Fault plan to inject: a YAML or TOML file, or rules as one line; see docs/faults.md.",
     "heartbeat_ms": "Interval of node health reports and instance heartbeats.",
     "hang_timeout_ms": "A node that is silent, or an actor stuck on one message, for this long is restarted.",
     "collective_timeout_ms": "A rank that waits this long for its peers fails the step.",

@@ -128,6 +128,8 @@ class Run:
             case "partition":
                 simulation.partition(incident.node, incident.other, both=incident.both, hold=incident.hold)
                 simulation.call_at(incident.for_ms, lambda: simulation.mend(incident.node, incident.other))
+            case "break":
+                simulation.break_links(incident.node, incident.other)
             case "hang":
                 simulation.stall(incident.node)
                 simulation.call_at(incident.for_ms, lambda: self._wake(node))

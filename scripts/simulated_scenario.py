@@ -252,6 +252,10 @@ def _incidents(
                 hold=random.random() < 0.6,
             )
         )
+    if "partition" in faults and random.random() < 0.25:
+        for _ in range(random.choice((1, 3))):
+            first, second = random.sample(nodes, 2)
+            incidents.append(Incident(kind="break", at_ms=when(), node=first, other=second))
     if "hang" in faults and random.random() < 0.2:
         for_ms = random.choice((10.0, 100.0, 1500.0, 6000.0))
         incidents.append(Incident(kind="hang", at_ms=when(), node=random.choice(nodes), for_ms=for_ms))

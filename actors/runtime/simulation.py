@@ -87,6 +87,7 @@ class Simulation:
         self._heap: list[tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]] = []
         self._sequence = 0
         self._listeners: dict[str, Listener] = {}
+        self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
         self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
         self._targets: dict[str, tuple[str, str]] = {}
 
@@ -214,10 +215,20 @@ class Simulation:
         self.nodes[name].slow_ns = int(delay_ms * 1e6)
 
     def partition(self, first: str, second: str, *, both: bool = True, hold: bool = True) -> None:
-        """Cut the link from ``first`` to ``second`` (and back); ``hold`` delivers late what was sent meanwhile."""
+        """Cut the link from ``first`` to ``second`` (and back); ``hold`` delivers late what was sent meanwhile, else
+        it is lost without a word."""
         self.links.block(first, second, hold=hold)
         if both:
             self.links.block(second, first, hold=hold)
+
+    def break_links(self, first: str, second: str) -> None:
+        """The links between two nodes break: what is on its way is lost, and whoever had sent there is told so."""
+        detect_ns = int(self.links.settings.detect_ms * 1e6)
+        for source, target in ((first, second), (second, first)):
+            self._broken_at[(source, target)] = self.now_ns
+            node = self.nodes.get(source)
+            if node is not None and node.alive and target in node.sent_to:
+                self.push(self.now_ns + detect_ns, node, self._peer_lost, node, (target, f"link to {target} broke"))
 
     def mend(self, first: str, second: str) -> None:
         """Mend the links between two nodes, both ways; what was held back arrives now."""
@@ -355,6 +366,9 @@ class Simulation:
             if listener is not None:
                 listener(self.now_ns, envelope)
             return
+        if self._broken_at and self._was_on_a_broken_link(node, envelope):
+            self.links.dropped_count += 1
+            return
         message = envelope.message
         if type(message) is InstanceLost or type(message) is ClusterView:
             self._read_news(node, message)
@@ -372,6 +386,10 @@ class Simulation:
             self.push(actor.free_ns, node, self._handle, actor, envelope)
         else:
             self._handle(actor, envelope)
+
+    def _was_on_a_broken_link(self, node: SimulatedNode, envelope: Envelope) -> bool:
+        broken_ns = self._broken_at.get((envelope.sender.partition("/")[0], node.name), -1)
+        return envelope.sent_ns <= broken_ns
 
     def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
         source = envelope.sender.partition("/")[0]
