@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -38,6 +39,14 @@ from transport.shm_dataplane import run_prefix
 THREAD_END_S = 5.0
 
 
+class Log(Protocol):
+    """Writes one line about the worker."""
+
+    def __call__(self, level: str, event: str, **fields: str | int | float) -> None:
+        """See ``NodeContext.log``."""
+        ...
+
+
 class RankContext(NodeContext, Protocol):
     """A rank node also has the data plane its worker, transfer and staging actors share."""
 
@@ -51,14 +60,15 @@ def build(context: RankContext) -> tuple[ActorSpec, ...]:
     """The worker of one rank node."""
     config = context.config
     machine = WorkerMachine(config.instance, config.rank, config.incarnation)
-    return (ActorSpec("worker", machine, WorkerExecutor(config, context.data_plane)),)
+    return (ActorSpec("worker", machine, WorkerExecutor(config, context.data_plane, partial(context.log, "worker"))),)
 
 
 class WorkerExecutor:
     """Runs the worker's jobs one after another on a thread of its own; a failure becomes the job's result."""
 
-    def __init__(self, config: NodeConfig, data_plane: DataPlane) -> None:
+    def __init__(self, config: NodeConfig, data_plane: DataPlane, log: Log) -> None:
         self._config = config
+        self._log = log
         self._data_plane = data_plane
         self._runner: ModelRunner | None = None
         self._jobs: queue.SimpleQueue[tuple[Job, Emit, Done] | None] = queue.SimpleQueue()
@@ -106,7 +116,7 @@ class WorkerExecutor:
         except (ConfigError, DataPlaneError) as error:
             return LoadFailed(reason=str(error), fatal=True)
         except Exception as error:  # whatever it is, the supervisor hears of it and decides
-            return LoadFailed(reason=f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
+            return LoadFailed(reason=self._reason("load_failed", error))
         return ModelLoaded(manifest=manifest_of(config, plan, region))
 
     def _execute(self, batch: ExecuteBatch, emit: Emit) -> BatchResult | StepFailed:
@@ -134,9 +144,14 @@ class WorkerExecutor:
         except Exception as error:  # the step is lost as a whole: the instance restarts
             reason = str(error)
             if not isinstance(error, CollectiveError):
-                reason = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
+                reason = self._reason("step_failed", error)
             return StepFailed(step=batch.step, incarnation=batch.incarnation, rank=config.rank, reason=reason)
         return msgspec.structs.replace(result, forward_ms=(time.perf_counter_ns() - started_ns) / 1e6)
+
+    def _reason(self, event: str, error: Exception) -> str:
+        """One line that may travel as far as a client; where it happened is for this node's log."""
+        self._log("error", event, trace="".join(traceback.format_exception(error)))
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def join_group(config: NodeConfig, device: Device) -> Collective:

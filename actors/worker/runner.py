@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from actors.worker.caches import DTYPES, DeltaCache, bind_caches
-from actors.worker.collectives import Collective
+from actors.worker.collectives import Collective, CollectiveError
 from actors.worker.device import Device
 from actors.worker.model.model import RankModel
 from actors.worker.model.plan import PlanGeometry, RowSpec, StepPlan, plan_step
@@ -37,6 +37,11 @@ PROMPT_LOGPROB_ROWS = 64
 NOT_FINITE = "the model produced logits that are not finite for this sequence"
 
 
+def sampling_failed(error: Exception) -> str:
+    """What the client of one row hears when choosing its token raised ``error``."""
+    return f"sampling failed for this sequence: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
 @dataclass
 class _Work:
     """One row on its way through a step. ``first`` is its first token in the flat batch."""
@@ -54,6 +59,11 @@ class _Work:
     @property
     def width(self) -> int:
         return len(self.row.token_ids) + len(self.proposal.tokens)
+
+    def fail(self, error: str) -> None:
+        """Answer this row, and every later one of its sequence, with ``error``."""
+        self.error = self.sequence.error = error
+        self.verdict, self.logprobs = None, ()
 
 
 class ModelRunner:
@@ -209,8 +219,13 @@ class ModelRunner:
             draws += [Draw(work.sequence.sampling, history, drafts[:count]) for count in range(len(drafts) + 1)]
         for work in prefills:
             if work.sequence.reports_prompt:
-                work.prompt_logprobs = self._prompt_logprobs(work, hidden)
-            if work.row.samples:
+                try:
+                    work.prompt_logprobs = self._prompt_logprobs(work, hidden)
+                except CollectiveError:
+                    raise
+                except Exception as error:  # every rank alike: all have the same logits
+                    work.fail(sampling_failed(error))
+            if work.row.samples and not work.error:
                 works.append(work)
                 positions.append(work.first + work.width - 1)
                 draws.append(Draw(work.sequence.sampling, work.sequence.history))
@@ -223,6 +238,24 @@ class ModelRunner:
         self._decide(works, logits, draws, finite)
 
     def _decide(self, works: list[_Work], logits: torch.Tensor, draws: list[Draw], finite: list[bool]) -> None:
+        """All rows at once; if that raises, row by row, so that only the row at fault fails. No collectives inside."""
+        try:
+            self._decide_together(works, logits, draws, finite)
+            return
+        except Exception:
+            pass  # which row it was is not known: each is tried alone and reports its own error
+        begin = 0
+        for work in works:
+            span = slice(begin, begin + len(work.proposal.tokens) + 1)
+            begin = span.stop
+            if work.error:
+                continue
+            try:
+                self._decide_together([work], logits[span], draws[span], finite[span])
+            except Exception as error:
+                work.fail(sampling_failed(error))
+
+    def _decide_together(self, works: list[_Work], logits: torch.Tensor, draws: list[Draw], finite: list[bool]) -> None:
         adjusted = adjust(logits, draws)
         plain = all(not work.proposal.tokens for work in works)
         best = choose(adjusted, draws) if plain else adjusted.argmax(-1).tolist()
@@ -232,7 +265,7 @@ class ModelRunner:
             span = slice(begin, begin + count)
             begin += count
             if not all(finite[span]):
-                work.error = NOT_FINITE
+                work.fail(NOT_FINITE)
                 self._scrub(work)
                 continue
             if plain:
@@ -281,7 +314,6 @@ class ModelRunner:
 
     def _scrub(self, work: _Work) -> None:
         """Zero what a broken sequence wrote: a masked position still multiplies its value, and NaN times 0 is NaN."""
-        work.sequence.error = work.error
         blocks = self._tensor(list(work.row.block_ids))
         size = self.plan.settings.block_size
         stride = self.plan.settings.speculative_tokens + 1

@@ -103,28 +103,46 @@ class SequenceTable:
 
     def open(self, start: SequenceStart) -> None:
         """Begin a sequence; one that is open under the same id is replaced. A bad start is answered with its rows."""
+        error = self._refusal(start)
+        sampling, outputs = start.sampling, start.output_token_ids
+        try:
+            history = History(
+                SamplingParams() if error else sampling,
+                self._vocab_size,
+                start.prompt_token_ids,
+                outputs,
+                self._device,
+            )
+        except Exception as failure:  # parameters nobody foresaw: this request's fault, and only its
+            error = f"sampling parameters cannot be used: {type(failure).__name__}: {failure}"
+            history = History(SamplingParams(), self._vocab_size, (), (), self._device)
         sequence = OpenSequence(
             request_id=start.request_id,
             epoch=start.epoch,
             slot=start.slot,
-            sampling=start.sampling,
+            sampling=sampling,
             prompt=start.prompt_token_ids,
-            outputs=list(start.output_token_ids),
-            history=History(
-                start.sampling, self._vocab_size, start.prompt_token_ids, start.output_token_ids, self._device
-            ),
+            outputs=list(outputs),
+            history=history,
             live=0 if start.restored else NO_STATE,
             computed=0,
-            reports_prompt=start.sampling.prompt_logprobs >= 0 and not start.output_token_ids,
+            reports_prompt=sampling.prompt_logprobs >= 0 and not outputs,
+            error=error,
         )
         self._open[start.request_id] = sequence
-        outside = [token for token in start.prompt_token_ids if not 0 <= token < self._vocab_size]
-        if outside:
-            sequence.error = f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}"
-        elif not 0 <= start.slot < self._slot_count:
-            sequence.error = f"state slot {start.slot} does not exist; this rank has {self._slot_count}"
-        elif start.restored:
+        if start.restored and not error:
             self._restore(sequence, start)
+
+    def _refusal(self, start: SequenceStart) -> str:
+        """Why nothing of this sequence can run here; "" when it can."""
+        outside = [
+            token for token in start.prompt_token_ids + start.output_token_ids if not 0 <= token < self._vocab_size
+        ]
+        if outside:
+            return f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}"
+        if not 0 <= start.slot < self._slot_count:
+            return f"state slot {start.slot} does not exist; this rank has {self._slot_count}"
+        return ""
 
     def _restore(self, sequence: OpenSequence, start: SequenceStart) -> None:
         if not start.output_token_ids:

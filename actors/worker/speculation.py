@@ -132,7 +132,32 @@ class Drafter:
             Draw(sequence.sampling, sequence.history, tuple(proposal.tokens))
             for sequence, proposal in zip(sequences, proposals, strict=True)
         ]
-        logits = adjust(self._model.logits(hidden), draws)
+        raw = self._model.logits(hidden)
+        try:
+            self._draw_from(raw, draws, proposals)
+        except Exception:  # one row's parameters: each is tried alone, so that only its own drafts suffer
+            for index, (draw, proposal) in enumerate(zip(draws, proposals, strict=True)):
+                del proposal.tokens[len(draw.drafts) :], proposal.weights[len(draw.drafts) :]
+                self._draw_alone(raw[index : index + 1], draw, proposal)
+
+    def _draw_alone(self, raw: torch.Tensor, draw: Draw, proposal: Proposal) -> None:
+        """One row. If its distribution cannot be had, the model's best token is drafted, with certainty.
+
+        That is as lossless as any draft; what is wrong with the row shows, and is told, when it is verified.
+        """
+        try:
+            self._draw_from(raw, [draw], [proposal])
+        except Exception:
+            token = int(raw[0].argmax())
+            proposal.tokens.append(token)
+            if not is_greedy(draw.sampling):
+                certain = torch.zeros(raw.shape[1], dtype=torch.float64, device=raw.device)
+                certain[token] = 1.0
+                proposal.weights.append(certain)
+
+    def _draw_from(self, raw: torch.Tensor, draws: Sequence[Draw], proposals: Sequence[Proposal]) -> None:
+        """One more draft for each row of ``raw`` logits [M, V]."""
+        logits = adjust(raw, draws)
         tokens: list[int] = logits.argmax(-1).tolist()
         sampled = [index for index, draw in enumerate(draws) if not is_greedy(draw.sampling)]
         if sampled:
