@@ -10,9 +10,13 @@ import msgspec
 
 from actors.runtime.trace_file import FAULT, HANDLED, SENT, Record, Trace, TraceError
 from messages.base import Message, actor_of, node_of
+from messages.envelope import MESSAGE_TYPES
 
 CARRIERS = frozenset({"ExecuteBatch", "BatchResult", "ClientSubmit", "StepFailed"})
 """Messages that are about several requests: they belong to a request when they carry its id inside."""
+
+NAMES_REQUEST = frozenset(kind.__name__ for kind in MESSAGE_TYPES if "request_id" in kind.__struct_fields__)
+"""Messages that are about the request they name. Others inherit a request from what caused them, and are not."""
 
 _ROLE_ORDER = ("http", "gateway", "registry", "scheduler", "engine", "worker", "transfer", "staging", "supervisor")
 
@@ -121,7 +125,7 @@ def load_story(directory: Path, request_id: str) -> Story:
 def request_ids(trace: Trace) -> dict[str, int]:
     """Every request in a trace, with the time of its first record."""
     found: dict[str, int] = {}
-    for record in trace.records(lambda record: record.trace_id != ""):
+    for record in trace.records(lambda record: record.trace_id != "" and record.type in NAMES_REQUEST):
         if record.trace_id not in found:
             found[record.trace_id] = record.now_ns
     return found
@@ -142,7 +146,7 @@ def _collect(trace: Trace, request_id: str) -> Story:
     needle = request_id.encode()
 
     def keep(record: Record) -> bool:
-        if record.trace_id == request_id:
+        if record.trace_id == request_id and record.type in NAMES_REQUEST:
             return True
         if record.type in CARRIERS:
             return needle in record.payload and _carries(record, request_id)

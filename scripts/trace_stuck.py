@@ -8,7 +8,7 @@ from typing import Final
 
 from actors.runtime.trace_file import FAULT, HANDLED, SENT, Record, Trace
 from messages.base import instance_of, node_of
-from scripts.trace_story import CARRIERS
+from scripts.trace_story import CARRIERS, NAMES_REQUEST
 
 ANSWERS: Final[dict[str, frozenset[str]]] = {
     "SubmitRequest": frozenset({"Generation", "Finished", "Failed"}),
@@ -92,7 +92,7 @@ def stand(trace: Trace) -> Standing:
         ends[node_of(record.to if kind == HANDLED else record.sender)] = record.now_ns
         if kind == FAULT and not record.message_id:
             faults.append(record)
-        if record.trace_id:
+        if record.trace_id and record.type in NAMES_REQUEST:
             _follow(requests, record, record.trace_id)
         elif record.type in CARRIERS and kind != FAULT:
             for request_id in _carried(record):
