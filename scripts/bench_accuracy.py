@@ -9,18 +9,25 @@ from typing import Any
 import msgspec
 
 from actors.runtime.config import Options
-from scripts.client import RequestError, complete_all
+from scripts.client import CONCURRENCY_MAX, RequestError, complete_all
 from scripts.cluster import Cluster
 from scripts.compare import TIE_TOLERANCE, first_difference
 
 
+WAITING_PER_SLOT = 2
+"""Requests under way at once, per sequence that may run: enough to keep a cluster busy, few enough to wait briefly."""
+
+
 def _answers(options: Options, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    concurrency = min(CONCURRENCY_MAX, WAITING_PER_SLOT * options.max_seqs_per_batch)
     with Cluster(options) as cluster:
-        answers = complete_all(cluster.url, payloads)
-    for answer in answers:
+        answers = complete_all(cluster.url, payloads, concurrency)
+    good = []
+    for index, answer in enumerate(answers):
         if isinstance(answer, RequestError):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, RequestError)]
+            raise RequestError(answer.status, f"prompt {index} on {options.topology}: {answer.text}")
+        good.append(answer)
+    return good
 
 
 def top_two_gaps(answer: dict[str, Any]) -> list[float]:
@@ -46,7 +53,8 @@ def run(options: Options, against: str, prompts: Sequence[str], max_tokens: int,
     """Run ``prompts`` greedily on ``options.topology`` and on ``against`` (the reference), both undisturbed.
 
     Returns counts of equal outputs (exactly, and by the tie rule), every first difference with the reference's
-    top-two gap, and the perplexity of ``text`` on both.
+    top-two gap, and the perplexity of ``text`` on both. Raises ``RequestError`` when a request fails, and
+    ``ClusterError``.
     """
     asked = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
     payloads: list[dict[str, Any]] = [asked | {"prompt": prompt, "logprobs": 2} for prompt in prompts]
@@ -70,6 +78,7 @@ def run(options: Options, against: str, prompts: Sequence[str], max_tokens: int,
         "equal": len(prompts) - len(differences),
         "equal_by_tie_rule": len(prompts) - len(differences) + ties,
         "differences": differences,
+        "perplexity_tokens": ours[-1]["usage"]["prompt_tokens"] - 1,
         "perplexity": perplexity(ours[-1]),
         "perplexity_against": perplexity(theirs[-1]),
     }

@@ -18,6 +18,7 @@ class RequestError(RuntimeError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
         self.status = status
+        self.text = text
 
 
 def _error_text(body: bytes) -> str:
@@ -56,8 +57,10 @@ async def stream(client: httpx.AsyncClient, payload: dict[str, Any]) -> AsyncIte
             yield event
 
 
-async def _complete_all(url: str, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any] | RequestError]:
-    gate = asyncio.Semaphore(CONCURRENCY_MAX)
+async def _complete_all(
+    url: str, payloads: Sequence[dict[str, Any]], concurrency: int
+) -> list[dict[str, Any] | RequestError]:
+    gate = asyncio.Semaphore(concurrency)
 
     async def one(client: httpx.AsyncClient, payload: dict[str, Any]) -> dict[str, Any] | RequestError:
         async with gate:
@@ -72,6 +75,8 @@ async def _complete_all(url: str, payloads: Sequence[dict[str, Any]]) -> list[di
         return list(await asyncio.gather(*(one(client, payload) for payload in payloads)))
 
 
-def complete_all(url: str, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any] | RequestError]:
-    """All of ``payloads`` at once; answers in input order, an error in place of a request that failed."""
-    return asyncio.run(_complete_all(url, payloads))
+def complete_all(
+    url: str, payloads: Sequence[dict[str, Any]], concurrency: int = CONCURRENCY_MAX
+) -> list[dict[str, Any] | RequestError]:
+    """All of ``payloads``, ``concurrency`` at once; answers in input order, an error in place of a failed request."""
+    return asyncio.run(_complete_all(url, payloads, concurrency))

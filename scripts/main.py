@@ -226,9 +226,14 @@ def bench_generate(as_json: bool, **values: Any) -> None:
 def bench_accuracy(options: Options, against: str, prompt_count: int, max_tokens: int, as_json: bool) -> None:
     """Run a prompt set on two topologies: equal outputs, first differences, and perplexity of both."""
     from scripts.bench_accuracy import run
+    from scripts.client import RequestError
+    from scripts.cluster import ClusterError
     from scripts.demo_prompts import accuracy_prompts, perplexity_text
 
-    result = run(options, against, accuracy_prompts(prompt_count), max_tokens, perplexity_text())
+    try:
+        result = run(options, against, accuracy_prompts(prompt_count), max_tokens, perplexity_text())
+    except (ClusterError, RequestError) as error:
+        raise click.ClickException(str(error)) from error
     _report(result, as_json)
     sys.exit(0 if result["equal_by_tie_rule"] == result["prompts"] else 1)
 
