@@ -14,6 +14,7 @@ from actors.runtime.config import Options
 from scripts.client import complete_all
 from scripts.cluster import Cluster
 from scripts.models import DEMO_MODEL_DIR
+from scripts.observe import NoAnswerError
 from tests.e2e.reference import TransformersReference
 
 BLOCK_SIZE = 16
@@ -74,14 +75,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def wait_until_idle(cluster: Cluster, timeout_s: float = 20.0) -> None:
-    """I4: every block and slot of every instance becomes free, within a bound."""
+    """I4: every block and slot of every instance becomes free, within a bound; restarting instances are waited for."""
     deadline = time.monotonic() + timeout_s
     while True:
-        values = scheduler_values(cluster)
-        held = {
-            address: (found["blocks_total"] - found["blocks_free"], found["slots_total"] - found["slots_free"])
-            for address, found in values.items()
-        }
-        if not any(any(counts) for counts in held.values()):
+        try:
+            held = held_now(cluster)
+        except NoAnswerError as error:
+            held = {"unanswered": str(error)}
+        if not held:
             return
         assert time.monotonic() < deadline, f"still held (blocks, slots): {held}"
+
+
+def held_now(cluster: Cluster) -> dict[str, Any]:
+    """(blocks, slots) that are not free, of every instance that holds any."""
+    held = {}
+    for address, found in scheduler_values(cluster).items():
+        counts = (found["blocks_total"] - found["blocks_free"], found["slots_total"] - found["slots_free"])
+        if any(counts):
+            held[address] = counts
+    return held
