@@ -13,7 +13,6 @@ from scripts.client import CONCURRENCY_MAX, RequestError, complete_all
 from scripts.cluster import Cluster
 from scripts.compare import TIE_TOLERANCE, first_difference
 
-
 WAITING_PER_SLOT = 2
 """Requests under way at once, per sequence that may run: enough to keep a cluster busy, few enough to wait briefly."""
 

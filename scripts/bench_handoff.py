@@ -4,8 +4,9 @@ The rank nodes are real: their transfer and staging actors, executors and data p
 the worker is a stand-in that fills its caches with noise and publishes their layout. This process plays schedulers and
 engines. Two things are measured:
 
-* **throughput**: every layer of the whole prompt is ready at once and the pull is asked for at once. ``total_ms`` is
-  the time until every decode rank has restored, ``ratio`` compares it with one thread's memcpy of the same bytes;
+* **throughput**: the whole prompt is ready at once (as when a prefilled request is offered to a second decode instance)
+  and the pull is asked for at once. ``total_ms`` is the time until every decode rank has restored, ``ratio`` compares
+  it with one thread's memcpy of the same bytes;
 * **restore time**: layers become ready at the pace of a prefill (``prefill_tokens_per_s``), and the time counts from
   ``FirstGeneration`` (here: ``PullKVCache``) to the last ``Restored``. Measured at ``prompt_tokens`` and at one chunk.
 
@@ -38,7 +39,6 @@ from actors.transfer.executor import RegionReader
 from actors.transfer.verify import verify_restored
 from actors.worker.layout import build_layout
 from messages.base import SUPERVISOR, Message, rank_address
-from messages.batch import BatchRow, ExecuteBatch
 from messages.cluster import InstanceInfo, LinkFailed, LinkPeer, PeerLinked
 from messages.envelope import Envelope
 from messages.handoff import TransferMode
@@ -93,8 +93,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure hand-offs (see the module); medians of ``repeats``. Times in ms, rates in 1e9 bytes per second.
 
-    ``geometry`` is a name of ``scripts/geometries.py`` or a checkpoint; ``scattered`` shuffles the blocks on both sides,
-    as after hours of serving, instead of what a fresh allocator gives. Raises ``ConfigError`` for what cannot be run.
+    ``geometry`` is a name of ``scripts/geometries.py`` or a checkpoint; ``scattered`` shuffles the blocks on both
+    sides, as after hours of serving, instead of what a fresh allocator gives. Raises ``ConfigError`` for what cannot
+    be run.
     """
     sizes = parse_topology(topology)
     short_tokens = min(prompt_tokens, chunk_tokens)
@@ -180,22 +181,19 @@ class Memcpy:
 
 
 class ShardMachine:
-    """Publishes the rank's caches; "computes" a batch by saying at once that every layer of every row is ready."""
+    """Publishes the rank's caches, and rests."""
 
-    def __init__(self, transfer: str, ready: WorkerReady, layers: Sequence[tuple[Namespace, int]]) -> None:
+    def __init__(self, transfer: str, ready: WorkerReady) -> None:
         self._transfer = transfer
         self._ready = ready
-        self._layers = layers
 
     def start(self, now_ns: int) -> list[Effect]:
         """The caches exist: say so."""
         return [Send(self._transfer, self._ready)]
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
-        """A batch is ready as soon as it is asked for."""
-        if not isinstance(message, ExecuteBatch):
-            return []
-        return [Send(self._transfer, ready) for row in message.rows for ready in layers_ready(row, self._layers)]
+        """Nothing is asked of it."""
+        return []
 
     def status(
         self, now_ns: int
@@ -238,8 +236,7 @@ def build_shard(context: NodeContext) -> tuple[ActorSpec, ...]:
         max_tokens_per_chunk=options.max_tokens_per_chunk_for_prefill,
     )
     ready = WorkerReady(rank=config.rank, incarnation=config.incarnation, manifest=manifest)
-    layers = pushed_layers(geometry, options.num_speculative_tokens)
-    return (ActorSpec("worker", ShardMachine(f"{config.node}/transfer", ready, layers)),)
+    return (ActorSpec("worker", ShardMachine(f"{config.node}/transfer", ready)),)
 
 
 def pushed_layers(geometry: ModelGeometry, speculative_tokens: int) -> list[tuple[Namespace, int]]:
@@ -248,24 +245,6 @@ def pushed_layers(geometry: ModelGeometry, speculative_tokens: int) -> list[tupl
         ("target", index) for index, kind in enumerate(geometry.layer_kinds) if kind == "attention"
     ]
     return layers + [("draft", index) for index in range(geometry.draft_layers if speculative_tokens else 0)]
-
-
-def layers_ready(row: BatchRow, layers: Sequence[tuple[Namespace, int]]) -> list[LayerReady]:
-    """What a worker says while it computes one chunk."""
-    return [
-        LayerReady(
-            request_id=row.request_id,
-            epoch=row.epoch,
-            chunk_index=row.push_chunk,
-            layer=layer,
-            token_start=row.start,
-            token_count=len(row.token_ids),
-            is_last_layer=(namespace, layer) == layers[-1],
-            is_last_chunk=row.samples,
-            namespace=namespace,
-        )
-        for namespace, layer in layers
-    ]
 
 
 # -- in this process: schedulers and engines ------------------------------------------------------------------------
@@ -382,11 +361,11 @@ class Ferry:
 
     # -- talking --------------------------------------------------------------------------------------------------
 
-    def _tell(self, instance: str, message: Message, actor: str = "transfer") -> None:
-        """As the engine of an instance, to one actor of each of its ranks."""
+    def _tell(self, instance: str, message: Message) -> None:
+        """As the engine of an instance, to the transfers of all its ranks."""
         node = self._nodes[f"{instance}.ctl"]
         for rank in range(self._sizes[instance]):
-            node.post("engine", rank_address(instance, rank, actor), message)
+            node.post("engine", rank_address(instance, rank, "transfer"), message)
 
     def _expect(self, kind: type[Kind], count: int) -> list[Kind]:
         """The next ``count`` messages of one kind; a refusal or silence ends the run with its reason."""
@@ -472,31 +451,26 @@ class Ferry:
         return tuple(message.lease for message in self._expect(ReceiveOpened, self._sizes["d0"]))
 
     def _compute(self, request: str, tokens: int, tokens_per_s: float) -> None:
-        """Have the workers compute the prompt chunk by chunk: at once, or layer by layer at the pace of a prefill."""
+        """Say ``LayerReady`` as the workers would, evenly over the time that a prefill takes."""
         step = self._options.max_tokens_per_chunk_for_prefill
-        rows = [
-            BatchRow(
-                request_id=request,
-                epoch=0,
-                token_ids=(0,) * min(step, tokens - start),
-                start=start,
-                block_ids=(),
-                samples=start + step >= tokens,
-                is_prefill=True,
-                push_chunk=index,
-            )
-            for index, start in enumerate(range(0, tokens, step))
-        ]
-        if not tokens_per_s:
-            for row in rows:
-                self._tell("p0", ExecuteBatch(step=self._count, incarnation=1, rows=(row,)), "worker")
-            return
         layers = pushed_layers(self._geometry, self._options.num_speculative_tokens)
         due = time.perf_counter()
-        for row in rows:
-            for ready in layers_ready(row, layers):
-                due += len(row.token_ids) / len(layers) / tokens_per_s
+        for index, start in enumerate(range(0, tokens, step)):
+            count = min(step, tokens - start)
+            for namespace, layer in layers:
+                due += count / len(layers) / tokens_per_s
                 time.sleep(max(0.0, due - time.perf_counter()))
+                ready = LayerReady(
+                    request_id=request,
+                    epoch=0,
+                    chunk_index=index,
+                    layer=layer,
+                    token_start=start,
+                    token_count=count,
+                    is_last_layer=(namespace, layer) == layers[-1],
+                    is_last_chunk=start + count == tokens,
+                    namespace=namespace,
+                )
                 self._tell("p0", ready)
 
     @property

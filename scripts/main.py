@@ -217,6 +217,26 @@ def bench_generate(as_json: bool, **values: Any) -> None:
     _report(run(**values), as_json)
 
 
+@bench.command("speculation")
+@click.option("--model", default="demo", show_default=True)
+@click.option("--depths", default="0,1,3,5", show_default=True, help="Draft depths to measure, separated by commas.")
+@click.option("--prompt-tokens", default=128, show_default=True)
+@click.option("--output-tokens", default=64, show_default=True)
+@click.option("--sequences", default=8, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def bench_speculation(as_json: bool, depths: str, **values: Any) -> None:
+    """Decode tokens/s and accepted length at several draft depths, and the cost of a verify pass in plain steps."""
+    from scripts.bench_speculation import run
+
+    try:
+        wanted = [int(depth) for depth in depths.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--depths {depths!r}: expected numbers separated by commas, as in 0,1,3") from error
+    _report(run(depths=wanted, **values), as_json)
+
+
 @bench.command("accuracy")
 @cluster_options()
 @click.option("--against", default="TP1", show_default=True, help="Topology of the reference run.")

@@ -63,7 +63,10 @@ def page_data(story: Story) -> dict[str, Any]:
         "lanes": [{"name": actor, "node": node_of(actor), "actor": actor_of(actor)} for actor in actors],
         "hops": hops,
         "node_faults": [
-            {"at": (record.now_ns - begin) / 1e6, "text": record.text.partition(": ")[2] or record.text}
+            {
+                "at": (record.now_ns - begin) / 1e6,
+                "text": f"{record.text.partition(': ')[2] or record.text} {node_of(record.sender)}".strip(),
+            }
             for record in story.node_faults
         ],
         "paths": _paths(story),

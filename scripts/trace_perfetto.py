@@ -8,6 +8,7 @@ Open the file at https://ui.perfetto.dev or chrome://tracing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -17,6 +18,8 @@ from actors.runtime.trace_file import FAULT, HANDLED, SENT, Record, Trace
 from messages.base import actor_of, node_of
 
 SLICE_US_MIN: Final = 0.5
+ASKED_MAX: Final = 100_000
+"""Messages whose jobs may still end: so many are remembered, the newest."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -63,6 +66,7 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
     flows: dict[str, int] = {}
     asked: dict[str, float] = {}
     handling: dict[str, _Open] = {}
+    flow_count = 0
     for record in trace.records():
         now_us = record.now_ns / 1e3
         if record.kind == SENT:
@@ -71,17 +75,22 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
                 current.end_us = max(current.end_us, now_us + SLICE_US_MIN / 2)
             process, thread = tracks.of(record.sender)
             if record.sender != record.to:
-                number = flows[record.message_id] = len(flows) + 1
-                yield _flow("s", number, record, process, thread, now_us)
+                flow_count += 1
+                flows[record.message_id] = flow_count
+                yield _flow("s", flow_count, record, process, thread, now_us)
         elif record.kind == HANDLED:
             previous = handling.pop(record.to, None)
             if previous is not None:
                 yield _slice(tracks, previous, asked)
             asked[record.message_id] = now_us
+            if len(asked) > ASKED_MAX:
+                for old in list(islice(asked, ASKED_MAX // 2)):
+                    del asked[old]
             handling[record.to] = _Open(record, now_us)
-            if record.message_id in flows:
+            number = flows.pop(record.message_id, 0)
+            if number:
                 process, thread = tracks.of(record.to)
-                yield _flow("f", flows[record.message_id], record, process, thread, now_us)
+                yield _flow("f", number, record, process, thread, now_us)
             if record.sender == record.to and record.parent_id in asked:
                 yield _job(tracks, record, asked[record.parent_id], now_us)
         elif record.kind == FAULT:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from actors.runtime.trace_file import Record
 from scripts.trace_story import Hop, Story, load_story, summarize
 
 MERMAID_HOPS_MAX = 400
@@ -35,7 +36,7 @@ def sequence_text(trace_dir: Path, request_id: str, *, internal: bool = False, s
     type_width = max(len(hop.type) for hop in story.hops)
     lines = [header, ""]
     lines.append(f"{'ms':>10}  {'from':<{from_width}}   {'to':<{to_width}}  {'message':<{type_width}}  {'took':>8}")
-    faults = [(record.now_ns, f"!! {record.text} ({record.sender or 'node'})") for record in story.node_faults]
+    faults = [(record.now_ns, f"!! {record.text}{_place(record)}") for record in story.node_faults]
     for hop, hidden in [(hop, 0) for hop in hops] if steps else _without_long_runs(hops):
         if hidden:
             lines.append(f"{'…':>10}  {hidden} messages of decode steps (--steps shows them)")
@@ -46,6 +47,10 @@ def sequence_text(trace_dir: Path, request_id: str, *, internal: bool = False, s
     lines += [f"{(when - story.begin_ns) / 1e6:>10.3f}  {text}" for when, text in faults]
     lines += [f"(trace damaged: {damage})" for damage in story.damage]
     return "\n".join(lines)
+
+
+def _place(record: Record) -> str:
+    return f" at {record.type} {record.sender} → {record.to}" if record.message_id else ""
 
 
 def _without_long_runs(hops: Sequence[Hop]) -> list[tuple[Hop, int]]:

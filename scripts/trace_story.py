@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from actors.runtime.fault_plan import POINT_ACTIONS
 from actors.runtime.trace_file import FAULT, HANDLED, SENT, Record, Trace, TraceError
 from messages.base import Message, actor_of, node_of
 from messages.envelope import MESSAGE_TYPES
@@ -147,15 +148,15 @@ def _collect(trace: Trace, request_id: str) -> Story:
 
     def keep(record: Record) -> bool:
         if record.trace_id == request_id and record.type in NAMES_REQUEST:
-            return True
-        if record.type in CARRIERS:
-            return needle in record.payload and _carries(record, request_id)
-        return record.kind == FAULT and not record.message_id
+            return True  # a fault at one of its messages, too
+        if record.kind == FAULT:
+            return is_node_fault(record)
+        return record.type in CARRIERS and needle in record.payload and _carries(record, request_id)
 
     hops: dict[str, Hop] = {}
     node_faults: list[Record] = []
     for record in trace.records(keep):
-        if record.kind == FAULT and not record.message_id:
+        if record.kind == FAULT and is_node_fault(record):
             node_faults.append(record)
             continue
         hop = hops.get(record.message_id)
@@ -185,6 +186,13 @@ def _collect(trace: Trace, request_id: str) -> Story:
         begin, end = story.begin_ns, story.end_ns
         story.node_faults = [record for record in node_faults if begin <= record.now_ns <= end]
     return story
+
+
+def is_node_fault(record: Record) -> bool:
+    """Whether a fault struck a whole node (and not the message at which it did)."""
+    if record.kind != FAULT:
+        return False
+    return not record.message_id or record.text.partition(": ")[2].partition(" ")[0] in POINT_ACTIONS
 
 
 def _carries(record: Record, request_id: str) -> bool:

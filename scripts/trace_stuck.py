@@ -8,7 +8,7 @@ from typing import Final
 
 from actors.runtime.trace_file import FAULT, HANDLED, SENT, Record, Trace
 from messages.base import instance_of, node_of
-from scripts.trace_story import CARRIERS, NAMES_REQUEST
+from scripts.trace_story import CARRIERS, NAMES_REQUEST, is_node_fault
 
 ANSWERS: Final[dict[str, frozenset[str]]] = {
     "SubmitRequest": frozenset({"Generation", "Finished", "Failed"}),
@@ -114,13 +114,15 @@ def _follow(requests: dict[str, Progress], record: Record, request_id: str) -> N
         progress = requests[request_id] = Progress(request_id, record.now_ns, record)
     kind, name = record.kind, record.type
     if kind == FAULT:
-        asked = progress.questions.get((name, record.sender, record.to))
-        if asked is not None:
+        if name in ANSWERS and not is_node_fault(record):  # it may be all that is known of a dropped message
+            asked = progress.questions.setdefault((name, record.sender, record.to), Question(record))
             asked.faults.append(record.text)
         return
     progress.last = record
     if kind == SENT and name in ANSWERS:
-        progress.questions[(name, record.sender, record.to)] = Question(record)
+        key = (name, record.sender, record.to)
+        before = progress.questions.get(key)
+        progress.questions[key] = Question(record, faults=before.faults if before is not None else [])
         if name == "SubmitRequest":
             progress.end = ""
     elif kind == HANDLED:

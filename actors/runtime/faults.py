@@ -238,7 +238,7 @@ class NodeInjector:
 
     def _strike_point(self, now_ns: int, envelope: Envelope | None, armed: _Armed) -> None:
         rule = armed.rule
-        self._note(now_ns, envelope, armed.text)
+        self._note(now_ns, envelope, f"{armed.text} {self._node}")
         match rule.do:
             case "kill":
                 if rule.ms:
