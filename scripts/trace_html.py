@@ -60,17 +60,24 @@ def page_data(story: Story) -> dict[str, Any]:
         "request": story.request_id,
         "chips": chips,
         "end": (story.end_ns - begin) / 1e6,
+        "told": (_told_ns(story) - begin) / 1e6,
         "lanes": [{"name": actor, "node": node_of(actor), "actor": actor_of(actor)} for actor in actors],
         "hops": hops,
         "node_faults": [
             {
                 "at": (record.now_ns - begin) / 1e6,
-                "text": f"{record.text.partition(': ')[2] or record.text} {node_of(record.sender)}".strip(),
+                "text": record.text.partition(": ")[2] or record.text,
             }
             for record in story.node_faults
         ],
         "paths": _paths(story),
     }
+
+
+def _told_ns(story: Story) -> int:
+    """When the client had its last word: what comes later is cleaning up."""
+    words = [hop.handled_ns[0] for hop in story.of("Generation", "Finished", "Failed") if hop.handled_ns]
+    return max(words, default=story.end_ns)
 
 
 def _hop(hop: Hop, lanes: dict[str, int], begin: int, handled: dict[str, int]) -> dict[str, Any]:

@@ -84,10 +84,15 @@ def critical_path(story: Story) -> CriticalPath:
         return next((hop for hop in reversed(hops) if test(hop)), None)
 
     source = instance_of(submit.to)
-    accepted = last(lambda hop: hop.type == "RequestAccepted" and hop.handled_ns != [])
-    target = instance_of(accepted.sender) if accepted is not None else source
+    taken = last(lambda hop: hop.type == "RequestAccepted" and hop.handled_ns != [])
+    target = instance_of(taken.sender) if taken is not None else source
     token = first(lambda hop: hop.type == "Generation" and instance_of(hop.sender) == source and hop.handled_ns != [])
     sampled = _sent(token)
+    accepted = last(
+        lambda hop: (
+            hop.type == "RequestAccepted" and hop.handled_ns != [] and (sampled is None or hop.handled_ns[0] <= sampled)
+        )
+    )
 
     cut = _Cutter(_arrival(story))
     if submit is not submits[0]:
@@ -96,7 +101,8 @@ def critical_path(story: Story) -> CriticalPath:
     cut.until(_handled(submit), "submit", f"to {submit.to}")
     offer = first(lambda hop: hop.type == "AddNewRequest")
     cut.until(_sent(offer), "queue", f"{source}: until it was offered")
-    cut.until(_handled(accepted), "allocation", f"blocks, slot and leases on {target}")
+    if accepted is not None:
+        cut.until(_handled(accepted), "allocation", f"blocks, slot and leases on {instance_of(accepted.sender)}")
     step = first(lambda hop: hop.type == "ExecuteBatch" and instance_of(hop.to) == source)
     cut.until(_sent(step), "queue", f"{source}: until its first step")
     result = last(
@@ -109,6 +115,8 @@ def critical_path(story: Story) -> CriticalPath:
     cut.until(_handled(result), "prefill", f"{source}: steps of its prompt")
     to_first = cut.fork()
     to_first.until(_handled(token), "response", "first token to the gateway")
+    if taken is not accepted:
+        cut.until(_handled(taken), "offered again", f"the hand-off failed; {target} took it over")
     if target != source:
         _cut_handoff(cut, first, last, target)
     elif result is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -239,3 +241,19 @@ def test_a_crash_is_in_every_view(tmp_path: Path) -> None:
     assert "rule 1: kill d0.ctl" in sequence_text(tmp_path, "r1")
     assert '"node_faults":[{' in sequence_html(tmp_path, "r1")
     assert any("kill" in line for line in grep(tmp_path, actor="p0.ctl/scheduler"))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_runs_in_a_browser_without_an_error(clean: Path, tmp_path: Path) -> None:
+    page = sequence_html(clean, "r2").replace(
+        "</body>", "<script>document.title = `rows ${document.querySelectorAll('#rows tr').length}`</script></body>"
+    )
+    (tmp_path / "page.html").write_text(page)
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom"]
+    ended = subprocess.run(
+        [*command, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    hops = load_story(clean, "r2").hops
+    assert f"<title>rows {len(hops)}</title>" in ended.stdout
+    assert "Uncaught" not in ended.stderr
