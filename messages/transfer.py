@@ -188,6 +188,25 @@ class ChunkArrived(Message, frozen=True, kw_only=True):
     has_draft: bool = False  # the draft KV of these tokens came along
 
 
+class LayersArrived(Message, frozen=True, kw_only=True):
+    """P transfer → D transfer: these layers of a chunk from this source rank lie in its window; more will follow.
+
+    D may merge them before ``ChunkArrived`` completes the chunk: while later layers compute, and before the bytes have
+    left the cache. Sent only for pieces that are worth a message; if it is lost, ``ChunkArrived`` covers it.
+    """
+
+    request_id: str
+    epoch: int
+    source_instance: str
+    source_incarnation: int
+    source_rank: int
+    chunk_index: int
+    token_start: int
+    token_count: int
+    generation: int
+    layers: tuple[tuple[Namespace, int], ...]
+
+
 class ChunkMerged(Message, frozen=True, kw_only=True):
     """D transfer → P transfer: the window of this chunk may be written again."""
 
@@ -277,6 +296,8 @@ class Restore(Message, frozen=True, kw_only=True):
     target_block_ids: tuple[int, ...]
     target_slot: int
     with_draft: bool = False  # a chunk that brought its draft KV along
+    part: int = 0  # counts the merges of one piece
+    layers: tuple[tuple[Namespace, int], ...] = ()  # of a chunk; empty: all that came
 
 
 class Merged(Message, frozen=True, kw_only=True):
@@ -289,6 +310,7 @@ class Merged(Message, frozen=True, kw_only=True):
     piece_index: int
     merge_ms: float
     sync_ms: float = 0.0
+    part: int = 0
 
 
 class MergeFailed(Message, frozen=True, kw_only=True):
@@ -300,6 +322,7 @@ class MergeFailed(Message, frozen=True, kw_only=True):
     kind: Literal["chunk", "conv", "draft", "target"]
     piece_index: int
     reason: str
+    part: int = 0
 
 
 class Restored(Message, frozen=True, kw_only=True):
@@ -423,6 +446,7 @@ class MergeDone(Message, frozen=True, kw_only=True):
     bytes_merged: int
     merge_ms: float = 0.0
     sync_ms: float = 0.0
+    part: int = 0
     error: str = ""
 
 

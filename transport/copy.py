@@ -29,7 +29,7 @@ FEW_RUNS = 3
 """So few shorter runs are copied one by one: a strided view costs more than they do."""
 
 TILE_BYTES = 1 << 20
-"""Interleaved ranges are put together in a buffer of this size, which stays in the core's cache, before they move on."""
+"""Interleaved ranges are put together in a buffer of this size, which stays in the cache, before they move on."""
 
 STREAMING = dict(COPY_ENVIRONMENT).items() <= os.environ.items()
 """Whether this process copies long runs past the cache (see ``COPY_ENVIRONMENT``): only then tiles are faster."""
@@ -190,7 +190,7 @@ def copy_pairs(source: Bytes, target: Bytes, pairs: Sequence[Pair]) -> None:
 
 
 def _interleaved(pairs: Sequence[Pair], first: int) -> int:
-    """How many pairs from ``first`` on fill, run beside run, one contiguous stretch of the target; 0 when they do not."""
+    """How many pairs from ``first`` on fill, run beside run, one contiguous stretch of the target; 0: they do not."""
     t_begin, run, count, t_step = pairs[first][1]
     t_next = t_begin + run
     for index in range(first + 1, len(pairs)):

@@ -15,7 +15,6 @@ from typing import Final, NamedTuple, Protocol
 
 from messages.layout import RegionDescriptor
 
-
 COPY_ENVIRONMENT: Final = (("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x40000"),)
 """Environment in which processes that move caches should start: the C library then writes runs of 512 KiB and more past
 the cache, which nearly doubles the rate of long copies (what is written is read by somebody else, if at all, much

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
@@ -76,19 +77,32 @@ def pull_copies(link: Link, job: PullJob) -> list[Copy]:
 def merge_copies(link: Link, job: MergeJob) -> list[Copy]:
     """What the staging actor merges for ``job``: every source's window into the final rows.
 
-    Tensor by tensor, all sources of one before the next: their rows share pages, and mostly cache lines' neighbours.
+    Ranges that fill the same rows of one tensor from different sources follow each other, so that whoever copies may
+    put rows together.
     """
     tokens = TokenRange(job.token_start, job.token_count)
     windows = dict(job.windows)
-    parts = []
+    tensors: dict[str, list[Ranges]] = {}
     for route in _merged(link.plan, job):
         area = area_offset(link.plan, route, windows[route.source_rank])
         if route.by_block:
             ranges = window_to_block(route, job.target_block_ids, tokens, area)
         else:
             ranges = window_to_slot(route, job.target_slot, area)
-        parts.append((link.staging_region, route.target.region_id, ranges))
-    return _grouped(parts)
+        tensors.setdefault(route.target.name, []).append(ranges)
+    regions = {layout.name: layout.region_id for layout in link.plan.targets}
+    return _grouped((link.staging_region, regions[name], _beside(parts)) for name, parts in tensors.items())
+
+
+def _beside(parts: list[Ranges]) -> Ranges:
+    """The ranges of several sources as one list: the first of each, then the second of each, and so on."""
+    merged = Ranges([], [])
+    for group in zip_longest(*(zip(part.source, part.target, strict=True) for part in parts)):
+        for pair in group:
+            if pair is not None:
+                merged.source.append(pair[0])
+                merged.target.append(pair[1])
+    return merged
 
 
 def split(copies: Iterable[Copy], parts: int) -> list[list[Copy]]:
@@ -127,6 +141,9 @@ def _pulled(plan: TransferPlan, job: PullJob) -> tuple[Route, ...]:
 def _merged(plan: TransferPlan, job: MergeJob) -> tuple[Route, ...]:
     if job.kind == "conv":
         return plan.select(by_block=False, in_place=False)
+    if job.layers:
+        routes = plan.select(by_block=True, in_place=False)
+        return tuple(route for route in routes if (route.namespace, route.layer) in job.layers)
     if job.kind == "chunk":
         return plan.select(by_block=True, in_place=False, namespace=None if job.with_draft else "target")
     return plan.select(by_block=True, in_place=False, namespace=job.kind)

@@ -283,6 +283,7 @@ class MergeExecutor:
             bytes_merged=moved,
             merge_ms=(merged_ns - began) / 1e6,
             sync_ms=_ms_since(merged_ns),
+            part=job.part,
             error=error,
         )
 

@@ -102,6 +102,8 @@ class MergeJob(Job, frozen=True, kw_only=True):
     target_block_ids: tuple[int, ...]
     target_slot: int
     windows: tuple[tuple[int, int], ...]
+    part: int = 0
+    layers: tuple[tuple[Namespace, int], ...] = ()  # of a chunk; empty: all that came
 
 
 class VerifyJob(Job, frozen=True, kw_only=True):

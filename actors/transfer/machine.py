@@ -36,6 +36,7 @@ from messages.transfer import (
     ChunkMerged,
     ClosePush,
     LayerReady,
+    LayersArrived,
     LeaseFreed,
     LeaseGranted,
     LeaseRefused,
@@ -127,6 +128,8 @@ class TransferMachine:
                 return source.on_open_push(now_ns, sender, message)
             case LayerReady():
                 return source.on_layer_ready(message)
+            case LayersArrived():
+                return target.on_layers_arrived(message)
             case ChunkArrived():
                 return target.on_chunk_arrived(now_ns, message)
             case ChunkMerged():

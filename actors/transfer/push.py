@@ -7,7 +7,7 @@ from enum import Enum
 
 from actors.transfer.attempts import Attempt, Table
 from actors.transfer.links import PeerLink
-from actors.transfer.routes import TransferPlan
+from actors.transfer.routes import Route, TransferPlan
 from messages.layout import Namespace
 from messages.transfer import OpenPush
 
@@ -59,7 +59,7 @@ class Chunk:
     ready: list[Layer] = field(default_factory=list)  # computed, not yet being written
     seen: set[Layer] = field(default_factory=set)
     parts: int = 0  # write jobs begun
-    in_flight: set[int] = field(default_factory=set)  # parts being written
+    in_flight: dict[int, tuple[Layer, ...]] = field(default_factory=dict)  # part → layers being written
     closed: bool = False  # the worker's last layer of this chunk was seen
     with_draft: bool = False  # … and it was a draft layer
     arrived: bool = False
@@ -75,11 +75,18 @@ class Lane:
     plan: TransferPlan
     generation: int
     windows: tuple[int, ...]  # offsets in the target's staging region; empty when every route is in place
-    layers: frozenset[Layer]  # the layers that the plan routes from this rank
-    chunks: dict[int, Chunk] = field(default_factory=dict)
+    routes: tuple[Route, ...]  # of KEY and VALUE from this rank
+    layers: frozenset[Layer]  # that these routes belong to
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # numbered 0, 1, 2 … on each lane, as windows are used
+    numbers: dict[int, int] = field(default_factory=dict)  # the worker's chunk index → ours
     merged: set[int] = field(default_factory=set)
     in_flight: int = 0
     abort_asked_by: str = ""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token from this rank to that target."""
+        return sum(route.row_bytes for route in self.routes)
 
     def may_write(self, chunk_index: int) -> bool:
         """Whether the chunk's window is free."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,6 +13,7 @@ from actors.transfer.links import PeerLink
 from actors.transfer.restore import Pulls
 from actors.transfer.routes import TransferPlan
 from messages.handoff import RankLease
+from messages.layout import Namespace
 from messages.transfer import OpenReceive, PullKVCache
 
 JobKey = tuple[str, int, int]
@@ -71,16 +73,30 @@ RECEIVING = (ReceiveState.OPEN, ReceiveState.RESTORING)
 """States in which arriving shards count."""
 
 
+Layer = tuple[Namespace, int]
+
+
 @dataclass
 class ArrivingChunk:
-    """One pushed chunk, as its sources report it."""
+    """One pushed chunk, as its sources report it, and how far its merge has come."""
 
     token_start: int
     token_count: int
     arrived: dict[int, bool] = field(default_factory=dict)  # source rank → whether it lies in a window
+    early: dict[Layer, set[int]] = field(default_factory=dict)  # layer → sources whose part lies in a window already
+    asked: set[Layer] = field(default_factory=set)  # layers whose merge was asked for
+    merging: set[int] = field(default_factory=set)  # merges (by part) that have not ended
+    parts: int = 0
     with_draft: bool = True
     push_ms: float = 0.0
     done: bool = False
+
+    def next_part(self, layers: Iterable[Layer]) -> int:
+        """Take note that the merge of ``layers`` is asked for; returns its number."""
+        self.asked.update(layers)
+        part, self.parts = self.parts, self.parts + 1
+        self.merging.add(part)
+        return part
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.transfer.jobs import PullJob, VerifyJob
-from actors.transfer.receive import ArrivingChunk, Receive
+from actors.transfer.receive import ArrivingChunk, Layer, Receive
 from actors.transfer.restore import Piece
 from messages.handoff import RankLease
 from messages.transfer import AbortPush, ChunkMerged, GrantLease, PullKVCache, ReceiveOpened, Restore, Restored
@@ -50,8 +52,10 @@ def chunk_merged(receive: Receive, rank: int, chunk_index: int) -> ChunkMerged:
     )
 
 
-def restore_chunk(receive: Receive, index: int, chunk: ArrivingChunk, window_count: int) -> Restore:
-    """To the staging actor: merge a pushed chunk."""
+def restore_chunk(
+    receive: Receive, index: int, chunk: ArrivingChunk, window_count: int, layers: Sequence[Layer]
+) -> Restore:
+    """To the staging actor: merge these layers of a pushed chunk."""
     return Restore(
         request_id=receive.opened.request_id,
         epoch=receive.opened.epoch,
@@ -63,7 +67,9 @@ def restore_chunk(receive: Receive, index: int, chunk: ArrivingChunk, window_cou
         token_count=chunk.token_count,
         target_block_ids=receive.opened.target_block_ids,
         target_slot=receive.opened.target_slot,
-        with_draft=chunk.with_draft,
+        with_draft=any(namespace == "draft" for namespace, _ in layers),
+        part=chunk.next_part(layers),
+        layers=tuple(layers),
     )
 
 

@@ -233,6 +233,15 @@ class TransferPlan:
         return {}
 
     @cached_property
+    def staged_layers(self) -> dict[tuple[Namespace, int], frozenset[int]]:
+        """(namespace, layer) → the source ranks whose KEY or VALUE of it goes through staging, in plan order."""
+        ranks: dict[tuple[Namespace, int], frozenset[int]] = {}
+        for route in self.select(by_block=True, in_place=False):
+            key = (route.namespace, route.layer)
+            ranks[key] = ranks.get(key, frozenset()) | {route.source_rank}
+        return ranks
+
+    @cached_property
     def windows(self) -> dict[int, WindowLayout]:
         """Source rank → layout of each of its staging windows, for the ranks in ``staged_ranks``."""
         return {rank: self._window(rank) for rank in self.staged_ranks}

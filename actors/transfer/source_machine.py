@@ -2,7 +2,8 @@
 
 Theory. A **push** is one request attempt toward one decode instance; it has a **lane** for every target rank that this
 rank sends to. A chunk on a lane is written layer by layer, as the worker reports layers ready, while later layers still
-compute. When all layers that the plan routes to that target have been written, ``ChunkArrived`` tells the target so.
+compute; ``LayersArrived`` lets the target merge long ones at once. When all layers that the plan routes to that target
+have been written, ``ChunkArrived`` tells the target so.
 
 Flow control: chunk ``c`` of a staged lane may be written once the target said that chunk ``c - windows`` is merged;
 what becomes ready before that waits and is then written in one go. Lanes in place need no leave.
@@ -38,11 +39,19 @@ from messages.transfer import (
     ChunkMerged,
     ClosePush,
     LayerReady,
+    LayersArrived,
     OpenPush,
     PushDrained,
     PushFailed,
     WriteDone,
 )
+
+EARLY_BYTES_MIN = 1 << 20
+"""Layers of a chunk that are written together and at least this long may be merged before the chunk is complete."""
+
+READY_CHUNK_BYTES = 16 << 20
+"""What is ready all at once is pushed in chunks of about this size per lane: long enough to make messages cheap, short
+enough that the target merges one while the next is written, even if prefill chunks (and so windows) are very long."""
 
 EARLY_ATTEMPTS_MAX = 64
 """Attempts whose layers may become ready before their ``OpenPush`` arrives; of more, the oldest are forgotten."""
@@ -101,14 +110,15 @@ class SourceMachine:
         layer: Layer = (message.namespace, message.layer)
         effects: list[Effect] = []
         for lane in push.lanes.values():
-            chunk = lane.chunks.get(message.chunk_index)
+            number = lane.numbers.setdefault(message.chunk_index, len(lane.chunks))
+            chunk = lane.chunks.get(number)
             if chunk is None:
                 if lane.windows and message.token_count > lane.plan.chunk_tokens_max:
                     reason = (
                         f"a chunk of {message.token_count} tokens does not fit a window of {lane.plan.chunk_tokens_max}"
                     )
                     return effects + self._stop(push, lane, reason)
-                chunk = lane.chunks[message.chunk_index] = Chunk(message.token_start, message.token_count)
+                chunk = lane.chunks[number] = Chunk(message.token_start, message.token_count)
             if chunk.arrived:
                 continue  # its window may have another chunk already
             if layer in lane.layers and layer not in chunk.seen:
@@ -116,8 +126,8 @@ class SourceMachine:
                 chunk.ready.append(layer)
             if message.is_last_layer:
                 chunk.closed, chunk.with_draft = True, message.namespace == "draft"
-            effects += self._write(push, lane, message.chunk_index)
-            effects += self._arrive(push, lane, message.chunk_index)
+            effects += self._write(push, lane, number)
+            effects += self._arrive(push, lane, number)
         return effects
 
     def on_write_done(self, message: WriteDone) -> list[Effect]:
@@ -128,7 +138,7 @@ class SourceMachine:
         if push is None or lane is None or chunk is None or message.part not in chunk.in_flight:
             return self._late("WriteDone")
         lane.in_flight -= 1
-        chunk.in_flight.discard(message.part)
+        written = chunk.in_flight.pop(message.part)
         chunk.bytes_written += message.bytes_written
         chunk.write_ms += message.write_ms
         self.bytes_written += message.bytes_written
@@ -137,6 +147,8 @@ class SourceMachine:
             effects += self._stop(push, lane, message.error)
         if push.state is PushState.OPEN:
             effects += self._arrive(push, lane, message.chunk_index)
+            if not chunk.arrived and lane.windows and message.bytes_written >= EARLY_BYTES_MIN:
+                effects.append(self._layers_arrived(push, lane, message.chunk_index, written))
         if lane.abort_asked_by and not lane.in_flight:
             effects.append(self._drained(push.attempt, lane.abort_asked_by))
         self._forget_if_over(push)
@@ -210,6 +222,7 @@ class SourceMachine:
             plan=plan,
             generation=lease.generation if lease else 0,
             windows=tuple(window.offset_bytes for window in windows) if staged else (),
+            routes=routes,
             layers=frozenset((route.namespace, route.layer) for route in routes),
         )
 
@@ -217,8 +230,11 @@ class SourceMachine:
         """Cut ``ready_tokens`` into chunks, all of whose layers are ready."""
         effects: list[Effect] = []
         ready = push.opened.ready_tokens
-        size = lane.plan.chunk_tokens_max or ready
-        for index, start in enumerate(range(0, ready, size or 1)):
+        size = ready
+        if lane.windows:
+            fitting = READY_CHUNK_BYTES // lane.token_bytes // lane.plan.block_size * lane.plan.block_size
+            size = min(max(fitting, lane.plan.block_size), lane.plan.chunk_tokens_max)
+        for index, start in enumerate(range(0, ready, max(1, size))):
             layers = sorted(lane.layers, key=lambda layer: (layer[0] != "target", layer[1]))
             lane.chunks[index] = Chunk(
                 token_start=start,
@@ -238,7 +254,7 @@ class SourceMachine:
             return []
         layers, chunk.ready = tuple(chunk.ready), []
         part, chunk.parts = chunk.parts, chunk.parts + 1
-        chunk.in_flight.add(part)
+        chunk.in_flight[part] = layers
         lane.in_flight += 1
         opened = push.opened
         return [
@@ -288,6 +304,24 @@ class SourceMachine:
                 ),
             )
         ]
+
+    def _layers_arrived(self, push: Push, lane: Lane, chunk_index: int, layers: tuple[Layer, ...]) -> Send:
+        chunk = lane.chunks[chunk_index]
+        return Send(
+            rank_address(push.opened.target_instance, lane.target_rank, "transfer"),
+            LayersArrived(
+                request_id=push.opened.request_id,
+                epoch=push.opened.epoch,
+                source_instance=self._instance,
+                source_incarnation=self._incarnation,
+                source_rank=self._rank,
+                chunk_index=chunk_index,
+                token_start=chunk.token_start,
+                token_count=chunk.token_count,
+                generation=lane.generation,
+                layers=layers,
+            ),
+        )
 
     def _stop(self, push: Push, lane: Lane, reason: str) -> list[Effect]:
         """A lane cannot go on: the whole attempt stops, its engine and that target learn why."""

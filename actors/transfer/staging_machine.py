@@ -102,7 +102,7 @@ class Lease:
     granted: RankLease
     granted_ns: int
     state: LeaseState = LeaseState.GRANTED
-    pieces: set[tuple[str, int]] = field(default_factory=set)  # (kind, index) of every piece ever asked for
+    pieces: set[tuple[str, int, int]] = field(default_factory=set)  # (kind, index, part) of all ever asked for
 
     def allows(self, event: LeaseEvent) -> bool:
         """Whether ``event`` is legal now."""
@@ -208,7 +208,7 @@ class StagingMachine:
 
     def _on_restore(self, message: Restore) -> list[Effect]:
         lease = self._find(message.request_id, message.epoch, message.generation)
-        piece = (message.kind, message.piece_index)
+        piece = (message.kind, message.piece_index, message.part)
         if lease is None or piece in lease.pieces or not lease.allows(LeaseEvent.PIECE_ARRIVED):
             return self._late()
         lease.advance(LeaseEvent.PIECE_ARRIVED)
@@ -220,8 +220,8 @@ class StagingMachine:
         if self._running is None:
             return self._late()
         lease, restore = self._running
-        current = (lease.generation, restore.kind, restore.piece_index)
-        if current != (message.generation, message.kind, message.piece_index):
+        current = (lease.generation, restore.kind, restore.piece_index, restore.part)
+        if current != (message.generation, message.kind, message.piece_index, message.part):
             return self._late()
         self._running = None
         self._merge_count += 1
@@ -274,6 +274,8 @@ class StagingMachine:
                     target_block_ids=restore.target_block_ids,
                     target_slot=restore.target_slot,
                     windows=windows,
+                    part=restore.part,
+                    layers=restore.layers,
                 )
             )
         ]
@@ -300,6 +302,7 @@ def _merge_answer(done: MergeDone) -> Message:
             generation=done.generation,
             kind=done.kind,
             piece_index=done.piece_index,
+            part=done.part,
             reason=done.error,
         )
     return Merged(
@@ -308,6 +311,7 @@ def _merge_answer(done: MergeDone) -> Message:
         generation=done.generation,
         kind=done.kind,
         piece_index=done.piece_index,
+        part=done.part,
         merge_ms=done.merge_ms,
         sync_ms=done.sync_ms,
     )

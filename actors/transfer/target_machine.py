@@ -3,8 +3,9 @@
 Theory. One ``Receive`` per request attempt (states and table in ``receive.py``):
 
 * ``opening``: waits for its staging lease, if any route of the plan goes through staging;
-* ``open``: chunks arrive. A chunk that all its sources have written is merged (``Restore`` to the staging actor) or,
-  in place, simply done; ``ChunkMerged`` gives the windows back to the sources;
+* ``open``: chunks arrive. What all its sources have written of a chunk is merged (``Restore`` to the staging actor),
+  large layers one by one as they land (``LayersArrived``), the rest when the chunk is complete (``ChunkArrived``); in
+  place there is nothing to merge. ``ChunkMerged`` gives the windows of a merged chunk back to the sources;
 * ``restoring``: ``PullKVCache`` came. SSM and CONV are pulled at once, in parallel over sources or one after another;
   draft KV that did not travel with the chunks (and in PULL mode target KV) window by window. When chunks cover all
   computed tokens and all pieces are in place, ``Restored`` says so, after ``verifying`` if that was asked for;
@@ -25,13 +26,14 @@ from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTime
 from actors.transfer import receive_messages as says
 from actors.transfer.attempts import Attempt, Tombstones
 from actors.transfer.links import LinkState, LinkTable, PeerLink
-from actors.transfer.receive import RECEIVING, VERIFY_JOB, ArrivingChunk, Receive, ReceiveEvent, ReceiveState
+from actors.transfer.receive import RECEIVING, VERIFY_JOB, ArrivingChunk, Layer, Receive, ReceiveEvent, ReceiveState
 from actors.transfer.restore import Pulls
 from messages.base import rank_address
 from messages.timers import RequestTimer
 from messages.transfer import (
     ChunkArrived,
     FreeLease,
+    LayersArrived,
     LeaseFreed,
     LeaseGranted,
     LeaseRefused,
@@ -138,10 +140,26 @@ class TargetMachine:
         receive.bytes_pushed += message.bytes_written
         if len(chunk.arrived) < len(receive.plan.push_ranks):
             return []
-        if any(chunk.arrived.values()):
-            return [Send(self._staging, says.restore_chunk(receive, message.chunk_index, chunk, self._windows))]
-        chunk.done = True
-        return self._settle(now_ns, receive)
+        came = [layer for layer in receive.plan.staged_layers if layer[0] == "target" or chunk.with_draft]
+        return self._merge_layers(
+            receive, message.chunk_index, [layer for layer in came if layer not in chunk.asked]
+        ) or (self._chunk_goes_on(now_ns, receive, message.chunk_index))
+
+    def on_layers_arrived(self, message: LayersArrived) -> list[Effect]:
+        """One source rank has written some layers of a chunk: merge those that all sources have written."""
+        receive = self._current(message.request_id, message.epoch, message.source_instance, message.source_incarnation)
+        if receive is None or receive.state not in RECEIVING or message.generation != receive.generation:
+            return self._late("LayersArrived")
+        chunk = receive.chunks.setdefault(message.chunk_index, ArrivingChunk(message.token_start, message.token_count))
+        if message.source_rank in chunk.arrived or chunk.token_count != message.token_count:
+            return self._late("LayersArrived")
+        ready = []
+        for layer in message.layers:
+            sources = chunk.early.setdefault(layer, set())
+            sources.add(message.source_rank)
+            if layer not in chunk.asked and sources >= receive.plan.staged_layers.get(layer, {-1}):
+                ready.append(layer)
+        return self._merge_layers(receive, message.chunk_index, ready)
 
     def on_push_failed(self, now_ns: int, sender: str, message: PushFailed) -> list[Effect]:
         """A source rank cannot send this attempt."""
@@ -159,16 +177,15 @@ class TargetMachine:
         effects: list[Effect] = []
         if message.kind == "chunk":
             chunk = receive.chunks.get(message.piece_index)
-            if chunk is None or chunk.done:
+            if chunk is None or message.part not in chunk.merging:
                 return self._late("Merged")
-            chunk.done = True
-            merged = says.chunk_merged(receive, self._rank, message.piece_index)
-            effects += [Send(self._source(receive, rank), merged) for rank, staged in chunk.arrived.items() if staged]
+            chunk.merging.discard(message.part)
+            effects += self._chunk_goes_on(now_ns, receive, message.piece_index)
         elif receive.pulls is None or not receive.pulls.merged(message.kind, message.piece_index):
             return self._late("Merged")
         receive.merge_ms += message.merge_ms
         receive.sync_ms += message.sync_ms
-        return effects + self._settle(now_ns, receive)
+        return effects if message.kind == "chunk" else self._settle(now_ns, receive)
 
     def on_merge_failed(self, now_ns: int, message: MergeFailed) -> list[Effect]:
         """The staging actor could not merge a piece."""
@@ -176,6 +193,24 @@ class TargetMachine:
         if receive is None or message.generation != receive.generation or receive.state not in RECEIVING:
             return self._late("MergeFailed")
         return self._break(now_ns, receive, f"merge of {message.kind} {message.piece_index} failed: {message.reason}")
+
+    def _merge_layers(self, receive: Receive, index: int, layers: list[Layer]) -> list[Effect]:
+        """Have these layers of a chunk merged, if there are any."""
+        if not layers:
+            return []
+        return [Send(self._staging, says.restore_chunk(receive, index, receive.chunks[index], self._windows, layers))]
+
+    def _chunk_goes_on(self, now_ns: int, receive: Receive, index: int) -> list[Effect]:
+        """A chunk that all sources have written, and whose merges have ended, is done: its windows are free."""
+        chunk = receive.chunks[index]
+        if len(chunk.arrived) < len(receive.plan.push_ranks) or chunk.merging:
+            return []
+        chunk.done = True
+        merged = says.chunk_merged(receive, self._rank, index)
+        told: list[Effect] = [
+            Send(self._source(receive, rank), merged) for rank, staged in chunk.arrived.items() if staged
+        ]
+        return told + self._settle(now_ns, receive)
 
     # -- restoring ------------------------------------------------------------------------------------------------
 

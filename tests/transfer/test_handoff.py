@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from actors.runtime.config import Options
+from actors.transfer import source_machine
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
 from messages.base import rank_address
 from messages.handoff import TransferMode
-from messages.transfer import ChunkArrived, ChunkMerged, Restore, Restored, RestoreFailed
+from messages.transfer import ChunkArrived, ChunkMerged, LayersArrived, Restore, Restored, RestoreFailed
 from tests.oracle.world import Request, geometry
 from tests.transfer.cluster import D_ENGINE, Cluster, Handoff, filled
 
@@ -281,6 +282,76 @@ def test_interleaved_attempts_never_mix_their_bytes_whatever_the_order(seed: int
     world.run()
     world.assert_restored([FIRST, SECOND])
     assert world.nothing_is_left()
+
+
+@pytest.fixture
+def every_layer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have even tiny layers merged as they land."""
+    monkeypatch.setattr(source_machine, "EARLY_BYTES_MIN", 1)
+
+
+@pytest.mark.usefixtures("every_layer_is_long")
+def test_a_long_layer_is_merged_before_its_chunk_is_complete() -> None:
+    world = cluster(2, 1)
+    handoff = Handoff(world, FIRST)
+    handoff.reserve()
+    world.run()
+    handoff.open_push()
+    world.run()
+    layers = handoff.layers_of((0, 0, CHUNK))
+    for message in layers[:2]:
+        handoff.to_sources(message, "p0.r0/worker")
+    world.run()
+    merges = [m for _, _, m in world.delivered if isinstance(m, Restore)]
+    assert [(m.kind, m.layers) for m in merges] == [("chunk", (("target", 1),))]
+    assert not [m for _, _, m in world.delivered if isinstance(m, ChunkArrived | ChunkMerged)]
+    for message in layers[2:]:
+        handoff.to_sources(message, "p0.r0/worker")
+    world.run()
+    merges = [m for _, _, m in world.delivered if isinstance(m, Restore)]
+    assert [layer for m in merges for layer in m.layers] == [("target", 1), ("target", 3), ("draft", 0)]
+    assert len([m for _, _, m in world.delivered if isinstance(m, ChunkMerged)]) == 2  # once to each source
+
+
+@pytest.mark.usefixtures("every_layer_is_long")
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_merged_as_they_land_restore_the_same_bytes_whatever_the_order(seed: int) -> None:
+    world = cluster(*[(2, 1), (4, 2), (4, 1)][seed % 3], kv_heads=4, seed=seed)
+    if seed % 4 == 1:
+        world.mangle = lambda sender, to, message: (message, message)
+    if seed % 4 == 2:
+        world.mangle = lambda sender, to, message: () if isinstance(message, LayersArrived) else (message,)
+    handoffs = [Handoff(world, FIRST), Handoff(world, SECOND)]
+    for handoff in handoffs:
+        handoff.reserve()
+    world.run()
+    for handoff in handoffs:
+        handoff.open_push()
+    world.run()
+    for handoff in handoffs:
+        handoff.compute(CHUNK, with_draft=seed % 2 == 0)
+        handoff.pull()
+    world.run()
+    for handoff in handoffs:
+        assert {message.rank for message in handoff.restored()} == set(range(len(world.targets)))
+        handoff.close()
+    world.run()
+    world.assert_restored([FIRST, SECOND])
+    assert world.nothing_is_left()
+
+
+def test_chunk_numbers_of_the_worker_need_not_continue_those_of_what_was_pushed_again() -> None:
+    world = cluster(2, 1)
+    handoff = Handoff(world, FIRST, epoch=1)
+    handoff.reserve()
+    world.run()
+    handoff.open_push(ready_tokens=6)
+    for index, start, count in handoff.chunks(CHUNK)[1:]:
+        for message in handoff.layers_of((index + 7, start, count)):
+            handoff.to_sources(message)
+    handoff.pull()
+    world.run()
+    world.assert_restored([FIRST])
 
 
 @pytest.mark.parametrize("seed", range(20))
