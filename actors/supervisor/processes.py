@@ -30,6 +30,7 @@ from actors.supervisor.jobs import CleanUnit, SignalProcess, StartProcess
 from actors.supervisor.run_dir import NODE_MODULE, RunDir
 from messages.base import SUPERVISOR
 from messages.lifecycle import ProcessExited, ProcessSignalled, ProcessStarted, UnitCleaned
+from transport.dataplane import COPY_ENVIRONMENT
 from transport.shm_dataplane import SHM_FOLDER, run_prefix, run_segments
 
 LAST_LINES = 5
@@ -129,7 +130,7 @@ class ProcessExecutor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(config.threads)),
+                env=self._environment(config),
                 start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
             )
         except OSError as error:
@@ -142,6 +143,12 @@ class ProcessExecutor:
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._selector.register(child.stderr.fileno(), selectors.EVENT_READ, process)
         emit(SUPERVISOR, ProcessStarted(node=config.node, incarnation=config.incarnation, pid=child.pid))
+
+    @staticmethod
+    def _environment(config: NodeConfig) -> dict[str, str]:
+        """This process's own; threads as configured; on ranks that hand caches over, what makes long copies fast."""
+        copying = dict(COPY_ENVIRONMENT) if config.role in ("PREFILL", "DECODE") else {}
+        return copying | dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(config.threads))
 
     def _read(self, process: _Process) -> bool:
         """Pass on what is there; False at the end of the stream or when there is nothing."""
