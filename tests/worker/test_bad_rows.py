@@ -111,7 +111,7 @@ def test_a_sequence_that_cannot_be_opened_answers_its_own_rows(
     assert [other.result.token_ids for other in others] == [tokens[0], tokens[2]]
 
 
-# -- the bootstrap of a hand-off ----------------------------------------------------------------------------------------
+# -- the bootstrap of a hand-off ---------------------------------------------------------------------------------------
 
 
 def hand_over(engine: LocalEngine, prompt: Sequence[int], change: Callable[[SequenceStart], SequenceStart]) -> Request:
