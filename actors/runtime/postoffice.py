@@ -206,7 +206,8 @@ class PostOffice:
 
     def on_peer_lost(self, node: str, reason: str) -> None:
         """See ``LinkEvents``: tell every local actor that ever sent there."""
-        self._log.write(POST, "warning", "peer_lost", {"peer": node, "reason": reason})
+        # A detail: whoever watches that node (supervisor, registry, scheduler) says what its loss means.
+        self._log.write(POST, "debug", "peer_lost", {"peer": node, "reason": reason})
         for address in sorted(self._senders.pop(node, ())):
             self.post(f"{self.node}/{POST}", address, PeerLost(node=node, reason=reason))
 
