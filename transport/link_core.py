@@ -224,6 +224,7 @@ class LinkCore:
             why, outbox.overflowed = outbox.overflowed, ""
         if why:
             self.counts["overflowed"] += 1
+            self._note("warning", "outbox_overflowed", peer=outbox.node, why=why)
             self._report_lost(outbox.node, f"its outbox overflowed: {why}")
         if outbox.state == "idle" and outbox.queue:
             outbox.state = "greeting"
