@@ -173,6 +173,24 @@ def test_a_rank_whose_peer_is_silent_fails_the_step_and_names_it(nodes: list[Nod
     assert "rank 1 did not begin step 1 within 300 ms" in failed.reason
 
 
+def test_a_step_that_breaks_says_why_in_one_line_and_where_in_the_nodes_log(
+    nodes: list[Node], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason travels to clients; a traceback must not."""
+    node = Node(options(model_dir))
+    nodes.append(node)
+    node.run(LoadModel())
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("out of memory:\n  tried to allocate too much")
+
+    monkeypatch.setattr("actors.worker.runner.RankModel.forward", broken)
+    failed = node.run(step([5, 6, 7]))
+    assert isinstance(failed, StepFailed)
+    assert failed.reason == "RuntimeError: out of memory: tried to allocate too much"
+    assert node.logged == ["step_failed"]
+
+
 def test_a_configuration_that_cannot_work_is_a_fatal_refusal(
     nodes: list[Node], model_dir: Path, tmp_path: Path
 ) -> None:
