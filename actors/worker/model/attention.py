@@ -86,6 +86,7 @@ def _attend_group(query: torch.Tensor, cache: KVCache, group: AttentionGroup) ->
     key, value = cache.gather(group.blocks, rows)
     folded = query.view(rows, width, cache.heads, heads // cache.heads, dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(rows, cache.heads, -1, dim)
+    key, value = key[:, :, : group.length], value[:, :, : group.length]
     mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=group.mask)
     mixed = mixed.view(rows, cache.heads, heads // cache.heads, width, dim)
     return mixed.permute(0, 3, 1, 2, 4).reshape(rows, width, heads, dim)

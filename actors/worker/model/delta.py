@@ -168,9 +168,10 @@ def _prefill(
 ) -> None:
     span = slice(part.begin, part.end)
     key_heads = pairs.shape[1] // 2
-    state = torch.zeros_like(cache.ssm[0]) if part.fresh else cache.ssm[part.ssm_read]
-    output, state = delta_rule.chunked(
-        pairs[span, :key_heads], pairs[span, key_heads:], values[span], decay[span], beta[span], state
-    )
-    mixed[span] = output
-    cache.ssm[part.ssm_row] = state
+    state = cache.ssm[part.ssm_row]
+    if part.fresh:
+        state.zero_()
+    elif part.ssm_read != part.ssm_row:
+        state.copy_(cache.ssm[part.ssm_read])
+    query, key = pairs[span, :key_heads], pairs[span, key_heads:]
+    delta_rule.chunked(query, key, values[span], decay[span], beta[span], state, mixed[span])

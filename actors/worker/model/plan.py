@@ -32,17 +32,18 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Decode rows that attend in one call over ``length`` padded context tokens.
+    """Decode rows that attend in one call over ``length`` context tokens, padded to the longest row's blocks.
 
-    ``rows`` are indices into the decode part, None for all of it. ``blocks`` [rows · length/block_size].
+    ``rows`` are indices into the decode part, None for all of it. ``blocks`` [rows · blocks per row].
     ``mask`` [rows, 1, group·width, length] adds 0 or -inf, query heads of one KV head folded before the width;
-    broadcast over the fold when ``width`` is 1.
+    broadcast over the fold when ``width`` is 1; None when all rows may see all of ``length``.
     """
 
     rows: torch.Tensor | None
     row_count: int
     blocks: torch.Tensor
-    mask: torch.Tensor
+    length: int
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class DecodePart:
 
     ``conv_read`` [rows · (K-1)], ``conv_write`` [rows · (K-2+width)]: rows of the flat CONV cache.
     ``ssm_read`` [rows]; ``ssm_write``: ``width`` tensors [rows], one checkpoint after each token.
-    ``in_place``: (first, last + 1) of the slots when they are neighbours and may be updated without gathering.
+    ``in_place``: (first, last + 1) of the slots when they are neighbours and are updated where they lie; the indices
+    are empty then.
     """
 
     rows: int
@@ -176,9 +178,10 @@ def _prefill_part(geometry: PlanGeometry, spec: RowSpec, begin: int) -> PrefillP
 def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> DecodePart:
     device = geometry.device
     groups = _attention_groups(geometry, specs, width)
-    if not geometry.recurrent:
+    in_place = _in_place(geometry, specs, width)
+    if in_place is not None or not geometry.recurrent:
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return DecodePart(len(specs), width, groups, none, none, none, (), None)
+        return DecodePart(len(specs), width, groups, none, none, none, (), in_place)
     slots = torch.tensor([spec.slot for spec in specs], dtype=torch.int64, device=device)
     live = torch.tensor([spec.live for spec in specs], dtype=torch.int64, device=device)
     window = geometry.conv_kernel - 1
@@ -194,7 +197,7 @@ def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -
         conv_write=conv_write.flatten(),
         ssm_read=ssm_base + live,
         ssm_write=tuple(ssm_base + index for index in range(width)),
-        in_place=_in_place(geometry, specs, width),
+        in_place=None,
     )
 
 
@@ -234,6 +237,10 @@ def _group(geometry: PlanGeometry, specs: Sequence[RowSpec], rows: list[int] | N
     for spec, length in zip(specs, lengths, strict=True):
         used = list(spec.blocks[: -(-length // geometry.block_size)])
         blocks += used + [used[-1]] * (block_count - len(used))
+    row_index = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device)
+    block_index = torch.tensor(blocks, dtype=torch.int64, device=device)
+    if width == 1 and min(lengths) == max(lengths):
+        return AttentionGroup(row_index, len(specs), block_index, lengths[0], None)
     last = torch.tensor([spec.start for spec in specs], device=device)[:, None] + torch.arange(width, device=device)
     # Padding tokens of a narrow row attend to what its real tokens may see: their output is never read.
     last = last.minimum(torch.tensor(lengths, device=device)[:, None] - 1)
@@ -242,9 +249,4 @@ def _group(geometry: PlanGeometry, specs: Sequence[RowSpec], rows: list[int] | N
     mask.masked_fill_(~seen[:, None], float("-inf"))
     if width > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, geometry.group, -1, -1).flatten(2, 3)
-    return AttentionGroup(
-        rows=None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device),
-        row_count=len(specs),
-        blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
-        mask=mask,
-    )
+    return AttentionGroup(row_index, len(specs), block_index, padded, mask)
