@@ -50,6 +50,39 @@ def test_every_topology_serves_right_tokens_and_frees_everything(topology: str, 
         assert cluster.checks.at_rest() == ""
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 3), (3, 1), (2, 0)])
+@pytest.mark.parametrize("mode", ["PUSH", "PULL"])
+def test_unequal_draft_depths_serve_right_tokens_and_free_everything(prefill: int, decode: int, mode: str) -> None:
+    """C33."""
+    options = with_options(
+        topology="P2/D1",
+        kv_cache_transfer_mode=mode,
+        num_speculative_tokens=decode,
+        prefill_num_speculative_tokens=prefill,
+    )
+    cluster = SimulatedCluster(1, requests(6), options=options)
+    serve(cluster)
+    assert [request.state for request in cluster.clients.requests] == ["finished"] * 6
+    cluster.simulation.run(for_ms=5_000)
+    assert cluster.checks is not None
+    assert cluster.checks.at_rest() == ""
+
+
+def test_a_prefill_instance_without_draft_cache_is_refused_at_the_link_with_the_reason() -> None:
+    """C33: no request is decoded wrongly, none at all; both sides' logs say why and name the option."""
+    options = with_options(topology="P2/D1", num_speculative_tokens=2, prefill_num_speculative_tokens=0)
+    cluster = SimulatedCluster(1, requests(2), options=options)
+    serve(cluster)
+    assert not any(request.state == "finished" for request in cluster.clients.requests)
+    reasons = {
+        address: str(dict(note.fields)["reason"])
+        for _, address, note in cluster.simulation.notes
+        if note.event == "link refused"
+    }
+    assert set(reasons) == {"p0.ctl/scheduler", "d0.ctl/scheduler"}
+    assert all("option: prefill_num_speculative_tokens, at least 1" in reason for reason in reasons.values())
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_faults_break_no_invariant(seed: int) -> None:
     assert run_seed(seed, 12, parse_faults("all")).violation == ""
