@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from actors.runtime.config import ConfigError, NodeConfig, Options
 from actors.runtime.context import ActorSpec, NodeContext
@@ -42,7 +43,7 @@ from messages.base import SUPERVISOR, Message, rank_address
 from messages.cluster import InstanceInfo, LinkFailed, LinkPeer, PeerLinked
 from messages.envelope import Envelope
 from messages.handoff import TransferMode
-from messages.layout import Manifest, ModelGeometry, Namespace
+from messages.layout import Manifest, ModelGeometry, Namespace, TensorLayout
 from messages.lifecycle import NodeFailed, Stop, WorkerReady
 from messages.transfer import (
     ClosePush,
@@ -219,8 +220,7 @@ def build_shard(context: NodeContext) -> tuple[ActorSpec, ...]:
     )
     region = context.data_plane.create_region(region_id, size)
     if config.role == "PREFILL":
-        bytes_ = np.frombuffer(context.data_plane.view(region_id), dtype=np.uint8)
-        bytes_[:] = np.frombuffer(np.random.default_rng(config.rank).bytes(size), dtype=np.uint8)
+        fill_with_noise(np.frombuffer(context.data_plane.view(region_id), dtype=np.uint8), tensors)
     manifest = Manifest(
         instance=config.instance,
         incarnation=config.incarnation,
@@ -237,6 +237,14 @@ def build_shard(context: NodeContext) -> tuple[ActorSpec, ...]:
     )
     ready = WorkerReady(rank=config.rank, incarnation=config.incarnation, manifest=manifest)
     return (ActorSpec("worker", ShardMachine(f"{config.node}/transfer", ready)),)
+
+
+def fill_with_noise(region: npt.NDArray[np.uint8], tensors: Sequence[TensorLayout]) -> None:
+    """Noise that is equal where ranks hold the same heads, and nowhere else."""
+    for index, layout in enumerate(tensors):
+        noise = np.random.default_rng((index, layout.spans[0].start))
+        size = layout.resource_count * layout.resource_stride_bytes
+        region[layout.base_bytes : layout.base_bytes + size] = np.frombuffer(noise.bytes(size), dtype=np.uint8)
 
 
 def pushed_layers(geometry: ModelGeometry, speculative_tokens: int) -> list[tuple[Namespace, int]]:
