@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from actors.runtime.fault_plan import FaultPlan
 from actors.runtime.faults import NodeInjector
 from actors.runtime.hooks import Delivery
 from actors.runtime.simulation import Simulation
-from messages.envelope import Envelope
+from messages.base import Message
+from messages.envelope import MESSAGE_TYPES, Envelope
 
 
 class SimulatedActions:
@@ -47,6 +49,18 @@ class SimulatedActions:
         self._life.context.call_later(delay_ms, function)
 
 
+def watched_types(plan: FaultPlan) -> frozenset[type[Message]]:
+    """Message types that some rule of a plan may strike, or be struck at."""
+    patterns: list[str] = []
+    for rule in plan.rules:
+        if rule.match is not None:
+            patterns.append(rule.match.type)
+        elif rule.at is not None:
+            lasts = rule.do in ("slow", "partition")  # from then on it concerns every message
+            patterns.append("*" if lasts else rule.at.sent or rule.at.handled)
+    return frozenset(kind for kind in MESSAGE_TYPES if any(fnmatchcase(kind.__name__, pattern) for pattern in patterns))
+
+
 class ClusterInjector:
     """The injectors of all nodes of a simulated cluster, one per life."""
 
@@ -59,6 +73,7 @@ class ClusterInjector:
         """Take part in ``simulation``."""
         self._simulation = simulation
         simulation.injector = self
+        simulation.watched = watched_types(self._plan)
 
     def begin(self, node: str) -> None:
         """A life of ``node`` begins; rules ``after_ms`` count from here. Called for every life, before it speaks."""

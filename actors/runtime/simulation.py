@@ -19,7 +19,7 @@ Nothing here sleeps, reads a clock or depends on the order of a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, Final
@@ -30,20 +30,14 @@ from actors.runtime.hooks import Injector, Recorder
 from actors.runtime.machine import Effect, Fail, Job, Machine, Note, Run, Send, StartTimer, StopTimer
 from actors.runtime.simulated_links import Links, LinkSettings
 from actors.runtime.simulated_nodes import SimulatedActor, SimulatedContext, SimulatedNode, call_function
+from actors.runtime.simulated_post import Listener, SimulatedPost
 from messages.base import Message
-from messages.cluster import ClusterView, InstanceLost
-from messages.codec import MalformedFrame, decode, encode
 from messages.envelope import MESSAGE_TYPES, Envelope
-from messages.lifecycle import PeerLost, StatusReport, StatusRequest
+from messages.lifecycle import StatusReport, StatusRequest
 
 START_NS: Final = 1_000_000_000
-CONNECT_NS: Final = 15_000_000_000
-"""How long what is sent to a node without a life waits for one (the links' handshake timeout)."""
-_NAMES_REQUEST: Final = {kind: "request_id" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
-_NAMES_EPOCH: Final = {kind: "epoch" in kind.__struct_fields__ for kind in MESSAGE_TYPES}
 
 Factory = Callable[[SimulatedContext], tuple[ActorSpec, ...]]
-Listener = Callable[[int, Envelope], None]
 StepHook = Callable[["SimulatedActor", Envelope, list[Effect]], None]
 
 
@@ -69,27 +63,22 @@ class Simulation:
         self.now_ns = START_NS
         self.random = Random(f"work {seed}")
         settings = links or LinkSettings()
-        self._link_random = Random(f"links {seed}")
+        self._link_random = Random(f"links {seed}")  # also how long a message waits in a mailbox
         self.links = Links(settings, self._link_random)
-        self._chance = self._link_random.random
-        self._local_ns = settings.local_us * 1e3
         self.injector = injector
         self.on_step = on_step
         self.on_fail = on_fail
+        self.watched: Collection[type[Message]] = MESSAGE_TYPES  # types that the injector wants to see
         self.on_crash: Callable[[SimulatedNode], None] | None = None
         self.nodes: dict[str, SimulatedNode] = {}
         self.step_count = 0
-        self.frame_count = 0
-        self.stale_count = 0
         self.notes: list[tuple[int, str, Note]] = []
         self._notes_max = notes_max
         self._recorder_for = recorder_for
         self._heap: list[tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]] = []
         self._sequence = 0
-        self._listeners: dict[str, Listener] = {}
-        self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
-        self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
-        self._targets: dict[str, tuple[str, str]] = {}
+        self.office = SimulatedPost(self, self.links, self._link_random)
+        self.send_from = self.office.send_from
 
     # -- building and running ---------------------------------------------------------------------------------
 
@@ -107,9 +96,7 @@ class Simulation:
                 node.actors[spec.name] = SimulatedActor(node, spec)
         for actor in node.actors.values():
             self._carry_out(actor, actor.machine.start(self.now_ns), "")
-        for source, frame in self._waiting.pop(config.node, ()):
-            if source.alive:
-                self._dispatch(source, config.node, frame)
+        self.office.connect(config.node)
         return node
 
     def add_machine(
@@ -129,7 +116,7 @@ class Simulation:
 
     def listen(self, address: str, listener: Listener) -> None:
         """Have ``listener(now_ns, envelope)`` receive what is sent to ``address`` (a stand-in for an actor)."""
-        self._listeners[address] = listener
+        self.office.listeners[address] = listener
 
     def post(self, sender: str, to: str, message: Message) -> None:
         """Send a message as ``sender``, which need not exist."""
@@ -190,11 +177,7 @@ class Simulation:
                 closer()
         if node.recorder is not None:
             node.recorder.close()
-        detect_ns = int(self.links.settings.detect_ms * 1e6)
-        for peer in self.nodes.values():
-            if peer.alive and name in peer.sent_to:
-                self.links.forget(peer.name, name)
-                self.push(self.now_ns + detect_ns, peer, self._peer_lost, peer, (name, f"link to {name} broke"))
+        self.office.on_death(name)
         if self.on_crash is not None:
             self.on_crash(node)
 
@@ -223,19 +206,15 @@ class Simulation:
 
     def break_links(self, first: str, second: str) -> None:
         """The links between two nodes break: what is on its way is lost, and whoever had sent there is told so."""
-        detect_ns = int(self.links.settings.detect_ms * 1e6)
-        for source, target in ((first, second), (second, first)):
-            self._broken_at[(source, target)] = self.now_ns
-            node = self.nodes.get(source)
-            if node is not None and node.alive and target in node.sent_to:
-                self.push(self.now_ns + detect_ns, node, self._peer_lost, node, (target, f"link to {target} broke"))
+        self.office.break_link(first, second)
+        self.office.break_link(second, first)
 
     def mend(self, first: str, second: str) -> None:
         """Mend the links between two nodes, both ways; what was held back arrives now."""
         for source, target in ((first, second), (second, first)):
             for sender, frame in self.links.unblock(source, target):
                 if sender.alive:
-                    self._dispatch(sender, target, frame)
+                    self.office.dispatch(sender, target, frame)
 
     def heal(self) -> None:
         """Mend every link, stop random faults, let every stalled or slow node run freely."""
@@ -248,8 +227,6 @@ class Simulation:
             if node.stalled:
                 self.resume(node.name)
 
-    # -- sending --------------------------------------------------------------------------------------------------
-
     def push(
         self, due_ns: int, node: SimulatedNode | None, function: Callable[[Any, Any], None], first: Any, second: Any
     ) -> None:
@@ -257,170 +234,10 @@ class Simulation:
         self._sequence += 1
         heappush(self._heap, (due_ns, self._sequence, node, function, first, second))
 
-    def send_from(self, node: SimulatedNode, sender: str, to: str, message: Message, parent_id: str) -> None:
-        """Put ``message`` in an envelope and on its way."""
-        node.count += 1
-        kind = type(message)
-        envelope = Envelope(
-            message_id=f"{node.id_prefix}{node.count}",
-            sender=sender,
-            to=to,
-            sent_ns=self.now_ns,
-            message=message,
-            parent_id=parent_id,
-            trace_id=message.request_id if _NAMES_REQUEST[kind] else "",  # type: ignore[attr-defined]
-            epoch=message.epoch if _NAMES_EPOCH[kind] else 0,  # type: ignore[attr-defined]
-            incarnation=node.incarnation,
-        )
-        if self.injector is None:
-            self._transmit(node, to, envelope, False)
-            return
-        deliveries = self.injector.on_send(self.now_ns, envelope)
-        if not node.alive:
-            return
-        if not deliveries and node.recorder is not None:
-            node.recorder.sent(envelope, 0)
-        for delivery in deliveries:
-            if delivery.delay_ms:
-                due = self.now_ns + int(delivery.delay_ms * 1e6)
-                late = (node, delivery.envelope, delivery.corrupt)
-                self.push(due, node, self._transmit_late, delivery.envelope.to, late)
-            else:
-                self._transmit(node, delivery.envelope.to, delivery.envelope, delivery.corrupt)
-
-    def _transmit_late(self, to: str, late: tuple[SimulatedNode, Envelope, bool]) -> None:
-        self._transmit(late[0], to, late[1], late[2])
-
-    def _transmit(self, node: SimulatedNode, to: str, envelope: Envelope, corrupt: bool) -> None:
-        message = envelope.message
-        if type(message) is InstanceLost or type(message) is ClusterView:
-            self._read_news(node, message)
-        target = self._targets.get(to)
-        if target is None:
-            name, _, actor_name = to.partition("/")
-            target = self._targets[to] = (name, actor_name)
-        name, actor_name = target
-        if name == node.name:
-            if node.recorder is not None:
-                node.recorder.sent(envelope, 0)
-            actor = node.actors.get(actor_name)
-            if actor is not None:
-                due = self.now_ns + int(self._chance() * self._local_ns) + node.slow_ns
-                if due < actor.free_ns:
-                    due = actor.free_ns
-                actor.free_ns = due
-                self.push(due, node, self._handle, actor, envelope)
-            elif to in self._listeners:
-                self._listeners[to](self.now_ns, envelope)
-            return
-        frame = encode(envelope)
-        self.frame_count += 1
-        if node.recorder is not None:
-            node.recorder.sent(envelope, len(frame))
-        senders = node.sent_to.get(name)
-        if senders is None:
-            senders = node.sent_to[name] = {}
-        senders[envelope.sender] = None
-        count = self._dispatch(node, name, b"\xc1" + frame if corrupt else frame)
-        if count != 1 and node.record_fault is not None:
-            node.record_fault(self.now_ns, envelope, "link: lost or held" if count == 0 else "link: duplicated")
-
-    def _dispatch(self, source: SimulatedNode, name: str, frame: bytes) -> int:
-        """Put a frame on the link to the life of ``name`` that is up; returns how often it will arrive."""
-        target = self.nodes.get(name)
-        if target is None or not target.alive:
-            if any(address.partition("/")[0] == name for address in self._listeners):
-                target = None
-            else:
-                waiting = self._waiting.setdefault(name, [])
-                if not any(sender is source for sender, _ in waiting):
-                    self.push(self.now_ns + CONNECT_NS, source, self._give_up, source, name)
-                waiting.append((source, frame))
-                return 1
-        dues = self.links.due(self.now_ns, source.name, name, (source, frame))
-        for due in dues:
-            self._sequence += 1
-            heappush(self._heap, (due, self._sequence, None, self._arrive, target, frame))
-        return len(dues)
-
-    def _give_up(self, source: SimulatedNode, name: str) -> None:
-        """Nobody greeted us in time: what waits for ``name`` is lost, and its senders are told."""
-        waiting = self._waiting.get(name, [])
-        kept = [entry for entry in waiting if entry[0] is not source]
-        if len(kept) < len(waiting):
-            self._waiting[name] = kept
-            self._peer_lost(source, (name, f"{name} did not answer within {CONNECT_NS // 1_000_000} ms"))
-
-    def _arrive(self, node: SimulatedNode | None, frame: bytes) -> None:
-        """A frame reaches the life that it was sent to, or a listener."""
-        if node is not None and not node.alive:
-            self.links.dropped_count += 1
-            return
-        try:
-            envelope = decode(frame)
-        except MalformedFrame:
-            self.links.dropped_count += 1
-            return
-        if node is None:
-            listener = self._listeners.get(envelope.to)
-            if listener is not None:
-                listener(self.now_ns, envelope)
-            return
-        if self._broken_at and self._was_on_a_broken_link(node, envelope):
-            self.links.dropped_count += 1
-            return
-        message = envelope.message
-        if type(message) is InstanceLost or type(message) is ClusterView:
-            self._read_news(node, message)
-        if self._is_stale(node, envelope):
-            self.stale_count += 1
-            return
-        actor = node.actors.get(envelope.to.partition("/")[2])
-        if actor is None:
-            if envelope.to in self._listeners:
-                self._listeners[envelope.to](self.now_ns, envelope)
-            else:
-                self.links.dropped_count += 1
-        elif actor.free_ns > self.now_ns or node.slow_ns or node.stalled:
-            actor.free_ns = max(actor.free_ns, self.now_ns + node.slow_ns)
-            self.push(actor.free_ns, node, self._handle, actor, envelope)
-        else:
-            self._handle(actor, envelope)
-
-    def _was_on_a_broken_link(self, node: SimulatedNode, envelope: Envelope) -> bool:
-        broken_ns = self._broken_at.get((envelope.sender.partition("/")[0], node.name), -1)
-        return envelope.sent_ns <= broken_ns
-
-    def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
-        source = envelope.sender.partition("/")[0]
-        incarnation = envelope.incarnation
-        newest = node.newest.get(source, 0)
-        if incarnation < newest:
-            return True
-        if incarnation > newest:
-            node.newest[source] = incarnation
-        return bool(node.dead) and incarnation <= node.dead.get(source.partition(".")[0], -1)
-
-    def _read_news(self, node: SimulatedNode, message: Message) -> None:
-        if isinstance(message, InstanceLost):
-            self._bury(node, message.instance, message.incarnation)
-        elif isinstance(message, ClusterView):
-            for info in message.instances:
-                self._bury(node, info.instance, info.incarnation - 1)
-
-    def _bury(self, node: SimulatedNode, instance: str, incarnation: int) -> None:
-        """As the post office does: lives of ``instance`` up to ``incarnation`` are over for ``node``."""
-        if instance == node.name.partition(".")[0] or incarnation <= node.dead.get(instance, 0):
-            return
-        node.dead[instance] = incarnation
-        for name, waiting in self._waiting.items():
-            if name.partition(".")[0] == instance:
-                waiting[:] = [entry for entry in waiting if entry[0] is not node]
-
     # -- handling -------------------------------------------------------------------------------------------------
 
-    def _handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
-        if self.injector is not None:
+    def handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
+        if self.injector is not None and type(envelope.message) in self.watched:
             node = actor.node
             self.injector.on_handled(self.now_ns, envelope)
             if not node.alive:
@@ -515,13 +332,6 @@ class Simulation:
             self.on_fail(actor, effect)
         else:
             self.crash(actor.node.name)
-
-    def _peer_lost(self, peer: SimulatedNode, lost: tuple[str, str]) -> None:
-        """Tell every actor of ``peer`` that ever sent there."""
-        name, reason = lost
-        message = PeerLost(node=name, reason=reason)
-        for sender in sorted(peer.sent_to.pop(name, ())):
-            self.send_from(peer, f"{peer.name}/post", sender, message, "")
 
     def note(self, address: str, note: Note) -> None:
         """Keep a machine's line for people (the newest ``notes_max``)."""

@@ -157,8 +157,8 @@ def test_messages_of_a_dead_incarnation_are_dropped_after_the_new_one_spoke() ->
     simulation.run()
     kinds = [type(message) for _, _, message in receiver.seen]
     assert kinds[-1] is Stop
-    assert simulation.stale_count > 0
-    assert len(kinds) - 1 + simulation.stale_count == 40
+    assert simulation.office.stale_count > 0
+    assert len(kinds) - 1 + simulation.office.stale_count == 40
 
 
 def test_a_partition_holds_or_loses_messages_until_it_heals() -> None:

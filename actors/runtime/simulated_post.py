@@ -1,0 +1,251 @@
+"""The post offices and links of a simulated cluster: from a machine's ``Send`` to the moment at which it is handled.
+
+Follows ``postoffice.py`` and ``transport/links.py``: envelopes are stamped where they are sent; between nodes they are
+encoded, travel by a link that belongs to one life of the receiver, and are decoded where they arrive. What is sent to
+a life dies with it; what is sent while there is none waits for the next, a bounded time. Envelopes of a life that is
+known to be over are dropped, and so is what was on its way when a link broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from actors.runtime.simulated_links import Links
+from actors.runtime.simulated_nodes import SimulatedNode
+from messages.base import Message
+from messages.cluster import ClusterView, InstanceLost
+from messages.codec import MalformedFrame, decode, encode
+from messages.envelope import MESSAGE_TYPES, Envelope
+from messages.lifecycle import PeerLost
+
+if TYPE_CHECKING:
+    from actors.runtime.simulation import Simulation
+
+CONNECT_NS: Final = 15_000_000_000
+"""How long what is sent to a node without a life waits for one (the links' handshake timeout)."""
+
+Listener = Callable[[int, Envelope], None]
+
+_NEWS: Final = frozenset({InstanceLost, ClusterView})
+_NAMES: Final = {
+    kind: ("request_id" in kind.__struct_fields__, "epoch" in kind.__struct_fields__) for kind in MESSAGE_TYPES
+}
+
+
+class SimulatedPost:
+    """One for all nodes of a simulation."""
+
+    def __init__(self, simulation: Simulation, links: Links, random: Random) -> None:
+        self._simulation = simulation
+        self._links = links
+        self._chance = random.random
+        self._local_ns = links.settings.local_us * 1e3
+        self.listeners: dict[str, Listener] = {}
+        self.frame_count = 0
+        self.stale_count = 0
+        self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
+        self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
+        self._places: dict[str, tuple[str, str, str]] = {}  # address → (node, actor, instance)
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def send_from(self, node: SimulatedNode, sender: str, to: str, message: Message, parent_id: str) -> None:
+        """Put ``message`` in an envelope and on its way."""
+        node.count += 1
+        simulation = self._simulation
+        kind = type(message)
+        names_request, names_epoch = _NAMES[kind]
+        envelope = Envelope(
+            message_id=f"{node.id_prefix}{node.count}",
+            sender=sender,
+            to=to,
+            sent_ns=simulation.now_ns,
+            message=message,
+            parent_id=parent_id,
+            trace_id=message.request_id if names_request else "",  # type: ignore[attr-defined]
+            epoch=message.epoch if names_epoch else 0,  # type: ignore[attr-defined]
+            incarnation=node.incarnation,
+        )
+        if simulation.injector is None or kind not in simulation.watched:
+            self._transmit(node, envelope, False)
+            return
+        deliveries = simulation.injector.on_send(simulation.now_ns, envelope)
+        if not node.alive:
+            return
+        if not deliveries and node.recorder is not None:
+            node.recorder.sent(envelope, 0)
+        for delivery in deliveries:
+            if delivery.delay_ms:
+                due = simulation.now_ns + int(delivery.delay_ms * 1e6)
+                late = (delivery.envelope, delivery.corrupt)
+                simulation.push(due, node, self._transmit_late, node, late)
+            else:
+                self._transmit(node, delivery.envelope, delivery.corrupt)
+
+    def _transmit_late(self, node: SimulatedNode, late: tuple[Envelope, bool]) -> None:
+        self._transmit(node, late[0], late[1])
+
+    def _place(self, address: str) -> tuple[str, str, str]:
+        node, _, actor = address.partition("/")
+        place = self._places[address] = (node, actor, node.partition(".")[0])
+        return place
+
+    def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool) -> None:
+        if type(envelope.message) in _NEWS:
+            self._read_news(node, envelope.message)
+        to = envelope.to
+        name, actor_name, _ = self._places.get(to) or self._place(to)
+        if name == node.name:
+            self._deliver_inside(node, actor_name, envelope)
+            return
+        frame = encode(envelope)
+        self.frame_count += 1
+        if node.recorder is not None:
+            node.recorder.sent(envelope, len(frame))
+        senders = node.sent_to.get(name)
+        if senders is None:
+            senders = node.sent_to[name] = {}
+        senders[envelope.sender] = None
+        count = self.dispatch(node, name, b"\xc1" + frame if corrupt else frame)
+        if count != 1 and node.record_fault is not None:
+            text = "link: lost or held" if count == 0 else "link: duplicated"
+            node.record_fault(self._simulation.now_ns, envelope, text)
+
+    def _deliver_inside(self, node: SimulatedNode, actor_name: str, envelope: Envelope) -> None:
+        simulation = self._simulation
+        if node.recorder is not None:
+            node.recorder.sent(envelope, 0)
+        actor = node.actors.get(actor_name)
+        if actor is not None:
+            due = simulation.now_ns + int(self._chance() * self._local_ns) + node.slow_ns
+            if due < actor.free_ns:
+                due = actor.free_ns
+            actor.free_ns = due
+            simulation.push(due, node, simulation.handle, actor, envelope)
+        elif envelope.to in self.listeners:
+            self.listeners[envelope.to](simulation.now_ns, envelope)
+
+    # -- links ----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, source: SimulatedNode, name: str, frame: bytes) -> int:
+        """Put a frame on the link to the life of ``name`` that is up; returns how often it will arrive."""
+        simulation = self._simulation
+        target = simulation.nodes.get(name)
+        if target is None or not target.alive:
+            if not any(self._place(address)[0] == name for address in self.listeners):
+                self._wait(source, name, frame)
+                return 1
+            target = None
+        dues = self._links.due(simulation.now_ns, source.name, name, (source, frame))
+        for due in dues:
+            simulation.push(due, None, self._arrive, target, frame)
+        return len(dues)
+
+    def _wait(self, source: SimulatedNode, name: str, frame: bytes) -> None:
+        waiting = self._waiting.setdefault(name, [])
+        if not any(sender is source for sender, _ in waiting):
+            self._simulation.push(self._simulation.now_ns + CONNECT_NS, source, self._give_up, source, name)
+        waiting.append((source, frame))
+
+    def _give_up(self, source: SimulatedNode, name: str) -> None:
+        """Nobody greeted us in time: what waits for ``name`` is lost, and its senders are told."""
+        waiting = self._waiting.get(name, [])
+        kept = [entry for entry in waiting if entry[0] is not source]
+        if len(kept) < len(waiting):
+            self._waiting[name] = kept
+            self._peer_lost(source, (name, f"{name} did not answer within {CONNECT_NS // 1_000_000} ms"))
+
+    def connect(self, name: str) -> None:
+        """A life of ``name`` began: it gets what waited for one."""
+        for source, frame in self._waiting.pop(name, ()):
+            if source.alive:
+                self.dispatch(source, name, frame)
+
+    def on_death(self, name: str) -> None:
+        """A life of ``name`` ended: its peers find their links broken a little later."""
+        for peer in self._simulation.nodes.values():
+            if peer.alive and name in peer.sent_to:
+                self._links.forget(peer.name, name)
+                self._tell_lost(peer, name)
+
+    def break_link(self, source: str, target: str) -> None:
+        """What is on its way from ``source`` to ``target`` is lost."""
+        self._broken_at[(source, target)] = self._simulation.now_ns
+        node = self._simulation.nodes.get(source)
+        if node is not None and node.alive and target in node.sent_to:
+            self._tell_lost(node, target)
+
+    def _tell_lost(self, node: SimulatedNode, name: str) -> None:
+        due = self._simulation.now_ns + int(self._links.settings.detect_ms * 1e6)
+        self._simulation.push(due, node, self._peer_lost, node, (name, f"link to {name} broke"))
+
+    def _peer_lost(self, node: SimulatedNode, lost: tuple[str, str]) -> None:
+        """Tell every actor of ``node`` that ever sent there."""
+        name, reason = lost
+        message = PeerLost(node=name, reason=reason)
+        for sender in sorted(node.sent_to.pop(name, ())):
+            self.send_from(node, f"{node.name}/post", sender, message, "")
+
+    # -- receiving ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, node: SimulatedNode | None, frame: bytes) -> None:
+        """A frame reaches the life that it was sent to, or a listener."""
+        simulation = self._simulation
+        if node is not None and not node.alive:
+            self._links.dropped_count += 1
+            return
+        try:
+            envelope = decode(frame)
+        except MalformedFrame:
+            self._links.dropped_count += 1
+            return
+        to = envelope.to
+        if node is None:
+            if to in self.listeners:
+                self.listeners[to](simulation.now_ns, envelope)
+            return
+        if type(envelope.message) in _NEWS:
+            self._read_news(node, envelope.message)
+        if self._is_stale(node, envelope):
+            self.stale_count += 1
+            return
+        actor = node.actors.get((self._places.get(to) or self._place(to))[1])
+        if actor is None:
+            if to in self.listeners:
+                self.listeners[to](simulation.now_ns, envelope)
+        elif actor.free_ns > simulation.now_ns or node.slow_ns or node.stalled:
+            actor.free_ns = max(actor.free_ns, simulation.now_ns + node.slow_ns)
+            simulation.push(actor.free_ns, node, simulation.handle, actor, envelope)
+        else:
+            simulation.handle(actor, envelope)
+
+    def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
+        """Whether it comes from a life that is over, or was on a link when it broke."""
+        source, _, instance = self._places.get(envelope.sender) or self._place(envelope.sender)
+        incarnation = envelope.incarnation
+        newest = node.newest.get(source, 0)
+        if incarnation < newest:
+            return True
+        if incarnation > newest:
+            node.newest[source] = incarnation
+        if self._broken_at and envelope.sent_ns <= self._broken_at.get((source, node.name), -1):
+            return True
+        return bool(node.dead) and incarnation <= node.dead.get(instance, -1)
+
+    def _read_news(self, node: SimulatedNode, message: Message) -> None:
+        if isinstance(message, InstanceLost):
+            self._bury(node, message.instance, message.incarnation)
+        elif isinstance(message, ClusterView):
+            for info in message.instances:
+                self._bury(node, info.instance, info.incarnation - 1)
+
+    def _bury(self, node: SimulatedNode, instance: str, incarnation: int) -> None:
+        """Lives of ``instance`` up to ``incarnation`` are over for ``node``; what waits for them is dropped."""
+        if instance == node.name.partition(".")[0] or incarnation <= node.dead.get(instance, 0):
+            return
+        node.dead[instance] = incarnation
+        for name, waiting in self._waiting.items():
+            if name.partition(".")[0] == instance:
+                waiting[:] = [entry for entry in waiting if entry[0] is not node]
