@@ -8,7 +8,7 @@ checkpoint rows for SSM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,13 +54,22 @@ class RankCaches:
     conv_columns: int  # K-1+S; 0 for a model without delta layers
 
 
-def bind_caches(
-    buffer: memoryview, tensors: Sequence[TensorLayout], *, linear_key_dim: int, device: torch.device
-) -> RankCaches:
-    """View ``buffer`` (writable, at least the layout's bytes) as the tensors of ``tensors``.
+def copy_caches(caches: RankCaches, device: torch.device) -> RankCaches:
+    """The same caches in memory of their own on ``device``."""
 
-    On an accelerator the views live in device memory of their own instead, and ``device.py`` moves the bytes.
-    """
+    def attention(cache: KVCache) -> KVCache:
+        return replace(cache, key=cache.key.to(device, copy=True), value=cache.value.to(device, copy=True))
+
+    def layer(cache: KVCache | DeltaCache) -> KVCache | DeltaCache:
+        if isinstance(cache, KVCache):
+            return attention(cache)
+        return DeltaCache(cache.conv.to(device, copy=True), cache.ssm.to(device, copy=True))
+
+    return replace(caches, layers=tuple(map(layer, caches.layers)), draft=tuple(map(attention, caches.draft)))
+
+
+def bind_caches(buffer: memoryview, tensors: Sequence[TensorLayout], *, linear_key_dim: int) -> RankCaches:
+    """View ``buffer`` (writable, at least the layout's bytes) as the tensors of ``tensors``."""
     by_key = {(t.namespace, t.layer, t.role): t for t in tensors}
     slots = [t for t in tensors if t.role == "SSM"]
     convs = [t for t in tensors if t.role == "CONV"]
@@ -71,7 +80,7 @@ def bind_caches(
         dtype = DTYPES[layout.dtype]
         count = rows * layout.row_bytes // dtype.itemsize
         flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=layout.base_bytes)
-        return flat.view(rows, layout.row_bytes // dtype.itemsize).to(device)
+        return flat.view(rows, layout.row_bytes // dtype.itemsize)
 
     def attention(namespace: str, layer: int) -> KVCache:
         key, value = by_key[namespace, layer, "KEY"], by_key[namespace, layer, "VALUE"]  # type: ignore[index]

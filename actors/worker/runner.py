@@ -10,14 +10,15 @@ All calls on one thread. No clock and no sockets here: the shell measures and se
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from actors.worker.caches import DTYPES, DeltaCache, bind_caches
+from actors.worker.caches import DTYPES, DeltaCache, bind_caches, copy_caches
 from actors.worker.collectives import Collective, CollectiveError
 from actors.worker.device import Device
+from actors.worker.layer_reports import LayerReadyCallback, LayerReports
+from actors.worker.mirror import HostMirror
 from actors.worker.model.model import RankModel
 from actors.worker.model.plan import PlanGeometry, RowSpec, StepPlan, plan_step
 from actors.worker.model.weights import Progress, load_weights
@@ -27,11 +28,7 @@ from actors.worker.sequences import OpenSequence, SequenceTable
 from actors.worker.settings import RankPlan
 from actors.worker.speculation import Drafter, Proposal, Verdict, verify
 from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult
-from messages.layout import Namespace
 from messages.requests import TokenLogprobs
-
-LayerReadyCallback = Callable[[BatchRow, Namespace, int, bool], None]
-"""``(row, namespace, layer, is_last_layer)``: this row's KEY and VALUE of that layer are final and synchronised."""
 
 PROMPT_LOGPROB_ROWS = 64
 NOT_FINITE = "the model produced logits that are not finite for this sequence"
@@ -94,7 +91,11 @@ class ModelRunner:
             draft_replicated=settings.draft_replicated,
             progress=progress,
         )
-        self._caches = bind_caches(buffer, plan.tensors, linear_key_dim=config.linear_key_dim, device=target)
+        self._caches = bind_caches(buffer, plan.tensors, linear_key_dim=config.linear_key_dim)
+        self._mirror: HostMirror | None = None
+        if not self._device.shares_host_memory:
+            host, self._caches = self._caches, copy_caches(self._caches, target)
+            self._mirror = HostMirror(self._caches, host)
         self._model = RankModel(config, weights, self._caches, collective, target)
         group = config.attention_heads // max(config.kv_heads, settings.tp_size)
         self._geometry = self._plan_geometry(group, recurrent=True)
@@ -144,6 +145,9 @@ class ModelRunner:
                 results[index] = RowResult(request_id=row.request_id, epoch=row.epoch, error=error)
             else:
                 works[index] = _Work(row, sequence)
+                if sequence.restored and self._mirror is not None:
+                    self._mirror.fetch(row.block_ids, sequence.slot)
+                sequence.restored = False
         if works:
             self._run(list(works.values()), on_layer_ready)
         for index, work in works.items():
@@ -163,16 +167,10 @@ class ModelRunner:
             for work, proposal in zip(decodes, proposals, strict=True):
                 work.proposal = proposal
         plan, tokens = self._flatten(decodes, prefills)
-        pushing = [work.row for work in prefills if work.row.push_chunk >= 0] if on_layer_ready else []
+        reports = LayerReports(self._device, self._mirror, [work.row for work in prefills], on_layer_ready)
         last = -1 if self._drafter is not None else self.plan.last_kv_layer
-
-        def layer_done(layer: int) -> None:
-            self._device.synchronise()
-            for row in pushing:
-                assert on_layer_ready is not None
-                on_layer_ready(row, "target", layer, layer == last)
-
-        hidden = self._model.forward(plan, tokens, layer_done if pushing else None)
+        hidden = self._model.forward(plan, tokens, lambda layer: reports.add("target", layer, layer == last))
+        reports.flush()
         self._sample(decodes, prefills, hidden)
         for work in decodes:
             self._advance_decode(work, hidden)
@@ -182,11 +180,12 @@ class ModelRunner:
             drafting = [work for work in prefills if not work.error]
             chunks = [hidden[work.first : work.first + work.width] for work in drafting]
             self._drafter.prefill([(work.sequence, work.row) for work in drafting], chunks)
-            if pushing:
-                self._device.synchronise()
-            for work in drafting:
-                if on_layer_ready is not None and work.row.push_chunk >= 0:
-                    on_layer_ready(work.row, "draft", 0, True)
+            reports = LayerReports(self._device, self._mirror, [work.row for work in drafting], on_layer_ready)
+            reports.add("draft", 0, True)
+            reports.flush()
+        if self._mirror is not None:
+            for work in prefills:
+                self._mirror.publish_slot(work.sequence.slot)
 
     def _flatten(self, decodes: list[_Work], prefills: list[_Work]) -> tuple[StepPlan, torch.Tensor]:
         width = max((work.width for work in decodes), default=1)

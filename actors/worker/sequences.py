@@ -50,6 +50,7 @@ class OpenSequence:
     live: int
     computed: int
     reports_prompt: bool
+    restored: bool = False  # its caches were filled by a hand-off that no step has read yet
     pending: Pending | None = None
     error: str = ""
 
@@ -127,6 +128,7 @@ class SequenceTable:
             live=0 if start.restored else NO_STATE,
             computed=0,
             reports_prompt=sampling.prompt_logprobs >= 0 and not outputs,
+            restored=start.restored,
             error=error,
         )
         self._open[start.request_id] = sequence

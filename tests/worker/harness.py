@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from actors.worker.collectives import Collective, SingleRank
-from actors.worker.runner import LayerReadyCallback, ModelRunner
+from actors.worker.device import Device
+from actors.worker.layer_reports import LayerReadyCallback
+from actors.worker.runner import ModelRunner
 from actors.worker.settings import WorkerSettings, plan_rank
 from actors.worker.shm_collectives import ShmCollective
 from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult, SequenceStart
@@ -91,7 +93,15 @@ class Request:
 class LocalEngine:
     """``tp_size`` ranks over one checkpoint; close it, or use ``with``."""
 
-    def __init__(self, model_dir: Path, tp_size: int = 1, *, region_guard: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        tp_size: int = 1,
+        *,
+        region_guard: int = 0,
+        device: Device | None = None,
+        **settings: Any,
+    ) -> None:
         options: dict[str, Any] = {"block_count": 128, "slot_count": 16, "block_size": 16, "dtype": "float32"}
         options.update(settings)
         plans = [
@@ -107,7 +117,7 @@ class LocalEngine:
             collective: Collective = SingleRank()
             if tp_size > 1:
                 collective = ShmCollective(name, rank=rank, size=tp_size, timeout_ms=20_000, join_timeout_ms=20_000)
-            return ModelRunner(plans[rank], memoryview(self.regions[rank]), collective)
+            return ModelRunner(plans[rank], memoryview(self.regions[rank]), collective, device)
 
         self.runners = list(self._pool.map(build, range(tp_size)))
         self.step = 0

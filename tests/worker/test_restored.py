@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.worker.device import Device
 from messages.batch import BatchRow, ExecuteBatch, SequenceStart
 from messages.layout import Namespace
 from messages.requests import SamplingParams
@@ -86,6 +87,40 @@ def test_decoding_goes_on_from_restored_caches_at_any_pair_of_depths(
         assert len(request.outputs) == 14
         reference.assert_greedy(request.prompt, request.outputs)
         assert (request.result.drafted > 0) == (target_depth > 0)
+
+
+class ApartDevice(Device):
+    """The CPU, but with caches of its own as on an accelerator, so that only the mirror reaches the host region."""
+
+    shares_host_memory = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("speculative_tokens", [0, 3])
+def test_an_accelerators_caches_reach_the_host_region_and_come_back(
+    model_dir: Path, reference: Reference, speculative_tokens: int
+) -> None:
+    seen: list[tuple[Namespace, int]] = []
+    with (
+        LocalEngine(model_dir, speculative_tokens=speculative_tokens, device=ApartDevice("cpu")) as source,
+        LocalEngine(model_dir, speculative_tokens=speculative_tokens, device=ApartDevice("cpu")) as target,
+    ):
+        requests = [
+            hand_over(source, prefill(source, prompt, chunk_tokens=20), target, f"r{index}")
+            for index, prompt in enumerate(prompts_of(PREFIX_LENGTHS))
+        ]
+        target.run(requests, arrivals=[0, 0, 3, 4])
+        pushed = Request(prompt=tuple(prompts_of([20])[0]), sampling=sampling(), name="pushed")
+        source.reserve(pushed)
+        row = msgspec.structs.replace(source._row(pushed, 0), push_chunk=0)
+        source.execute(
+            [row],
+            [source._start(pushed)],
+            on_layer_ready=lambda _row, namespace, layer, _last: seen.append((namespace, layer)),
+        )
+    for request in requests:
+        assert not request.result.error
+        reference.assert_greedy(request.prompt, request.outputs)
+    assert seen == [("target", 3), ("draft", 0)][: 2 if speculative_tokens else 1]
 
 
 def test_the_first_step_after_a_hand_off_drafts_what_a_mixed_instance_would(model_dir: Path) -> None:
