@@ -194,6 +194,8 @@ class TransferMachine:
         if self._ready is not None:
             return []
         self._ready = message
+        if self._options.lease_windows < 1:
+            return [Fail(f"lease_windows {self._options.lease_windows}: a lease needs at least 1 window", fatal=True)]
         size = StagingSize(message.manifest, self._options.lease_windows)
         staging_bytes = self._options.staging_mb << 20 or size.lease_bytes * self._options.staging_leases
         if staging_bytes < size.lease_min_bytes:

@@ -510,6 +510,20 @@ def test_a_staging_area_that_cannot_hold_one_lease_stops_the_start_with_the_opti
     assert failure.fatal and "staging_mb 1 cannot hold one lease" in failure.reason and "2048 tokens" in failure.reason
 
 
+def test_leases_without_windows_stop_the_start() -> None:
+    world = Cluster(geometry(), 2, 1, options=Options(lease_windows=0), link=False)
+    (failure,) = world.failures
+    assert failure.fatal and "lease_windows 0" in failure.reason and "at least 1" in failure.reason
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 5])
+def test_any_number_of_windows_carries_the_prompt(windows: int) -> None:
+    world = cluster(2, 1, options=Options(staging_mb=64, lease_windows=windows))
+    Handoff(world, FIRST).whole(4)
+    world.assert_restored([FIRST])
+    assert world.nothing_is_left()
+
+
 def test_without_staging_mb_there_is_room_for_the_configured_number_of_leases() -> None:
     world = cluster(4, 1, options=Options(staging_leases=3))
     for index in range(3):
