@@ -107,7 +107,8 @@ class PingMachine:
     def handle(self, now_ns: int, sender: str, message_: Message) -> list[Effect]:
         """The task, or one answer: note its time, send the next."""
         if isinstance(message_, Generation) and message_.request_id == TASK:
-            self.round_trips, self.one_way = message_.first_index + WARM_UP, message_.token_ids[0]
+            self.round_trips = message_.first_index + WARM_UP
+            self.one_way = max(1, message_.token_ids[0] // ACKNOWLEDGE_EVERY) * ACKNOWLEDGE_EVERY
             return [Send(ECHO, message(0))]
         if isinstance(message_, Generation) and message_.epoch == 0:
             if self.trip_start_ns:
@@ -299,7 +300,6 @@ def run(
     """
     size = payload_bytes()
     options = options or Options(log_level="error")
-    one_way -= one_way % ACKNOWLEDGE_EVERY
     ours, bare = [], []
     for _ in range(repeats):
         bare.append(run_bare(round_trips, one_way, size))
