@@ -193,12 +193,12 @@ def measure_transformers(model_dir: str, dtype: str = "float32") -> Measure:
             tokens = torch.tensor([list(prompt) for prompt in prompts])
             cache = DynamicCache(config=model.config)
             started = time.perf_counter()
-            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).logits
             latest = logits[:, -1].argmax(-1, keepdim=True)
             generated = [latest]
             prefilled = time.perf_counter()
             for _ in range(output_tokens - 1):
-                logits = model(input_ids=latest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                logits = model(input_ids=latest, cache=cache, use_cache=True, logits_to_keep=1).logits
                 latest = logits[:, -1].argmax(-1, keepdim=True)
                 generated.append(latest)
             ended = time.perf_counter()
