@@ -73,9 +73,8 @@ def _leftovers(paths: set[Path]) -> list[Path]:
     return sorted(path for path in paths if path.exists())
 
 
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test after which something is left that was not there before it (and before wider fixtures' ends)."""
+def nothing_left() -> Iterator[None]:
+    """The body of a fixture: fails whatever it surrounds if something is left that was not there before."""
     threads, children, segments, sockets = _threads(), _children(), _segments(), _sockets()
     yield
     left: list[str] = []
@@ -89,3 +88,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     left += [f"segment {path.name}" for path in _leftovers(_segments() - segments)]
     left += [f"socket {path}" for path in _leftovers(_sockets() - sockets)]
     assert not left, f"the test leaves behind: {'; '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """For each test. A folder whose tests share what grows while they run has one of its own, of wider scope."""
+    yield from nothing_left()

@@ -15,6 +15,7 @@ from scripts.client import complete_all
 from scripts.cluster import Cluster
 from scripts.models import DEMO_MODEL_DIR
 from scripts.observe import NoAnswerError
+from tests.conftest import nothing_left
 from tests.e2e.reference import TransformersReference
 
 BLOCK_SIZE = 16
@@ -32,6 +33,12 @@ OPTIONS = Options(
     threads_per_rank=1,
     log_level="warning",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """For a module as a whole: its clusters outlive a test, and make regions and links when they first need them."""
+    yield from nothing_left()
 
 
 @pytest.fixture(scope="session")
