@@ -60,6 +60,7 @@ class Reset(Control, frozen=True, kw_only=True):
 
 AnyControl = Hello | Welcome | Refused | Credit | Reset
 
+_ONE = DATA + (1).to_bytes(_COUNT_BYTES, "big") + batch_header(1)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
 
@@ -71,6 +72,8 @@ def control_frame(control: AnyControl) -> bytes:
 
 def data_frame(parcels: Sequence[bytes]) -> bytes:
     """The frame that carries these encoded envelopes, in order."""
+    if len(parcels) == 1:
+        return _ONE + parcels[0]
     return b"".join((DATA, len(parcels).to_bytes(_COUNT_BYTES, "big"), batch_header(len(parcels)), *parcels))
 
 

@@ -38,6 +38,10 @@ class Carrier(Protocol):
         """Send on the connection to ``node``; False: no room now, ``LinkCore.on_writable`` when there is."""
         ...
 
+    def await_reply(self, node: str) -> None:
+        """Nothing more can be sent to ``node`` before it has said something: look for that at once."""
+        ...
+
     def reply(self, peer: bytes, frame: bytes) -> None:
         """Answer on a connection that a peer made; dropped when it is gone."""
         ...
@@ -236,6 +240,8 @@ class LinkCore:
             if frame is None:
                 parcels = outbox.take()
                 if not parcels:
+                    if outbox.queue:  # out of credit
+                        self._carrier.await_reply(outbox.node)
                     return
                 frame = data_frame(parcels)
             if not self._carrier.transmit(outbox.node, frame):
@@ -251,6 +257,7 @@ class LinkCore:
             protocol_version=PROTOCOL_VERSION, node=self.node, incarnation=self.incarnation, target_node=outbox.node
         )
         self._carrier.transmit(outbox.node, control_frame(hello))
+        self._carrier.await_reply(outbox.node)
 
     def _on_welcome(self, outbox: Outbox, welcome: Welcome, now_ns: int) -> None:
         if outbox.state != "greeting":

@@ -104,6 +104,9 @@ class MemoryLinks:
             self._unsent[node].append(frame)
         return True
 
+    def await_reply(self, node: str) -> None:
+        """See ``Carrier``: what ``node`` says comes in by itself."""
+
     def reply(self, peer: bytes, frame: bytes) -> None:
         """See ``Carrier``."""
         caller = self._callers.get(peer)

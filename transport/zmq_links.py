@@ -114,6 +114,7 @@ class ZmqLinks:
 
     def _serve(self) -> None:
         core, sockets = self._core, self._sockets
+        poll = sockets.epoll.poll
         flush_until_ns = 0
         while True:
             now_ns = time.monotonic_ns()
@@ -123,15 +124,17 @@ class ZmqLinks:
                 if now_ns >= flush_until_ns or core.is_idle:
                     return
                 due_ns = min(due_ns or flush_until_ns, flush_until_ns)
-            sockets.cool()
+            warm_due_ns = sockets.cool(now_ns)
+            if warm_due_ns:
+                due_ns = min(due_ns or warm_due_ns, warm_due_ns)
             timeout_s = max(0.0, (due_ns - now_ns) / 1e9) if due_ns else -1.0
             self._asleep = True
             # What came after service, but before anybody could see that this thread sleeps, woke nobody.
-            ready = sockets.wait(0.0 if core.has_news else timeout_s)
+            ready = poll(0.0 if sockets.hot or core.has_news else timeout_s)
             self._asleep = False
-            for descriptor in ready:
+            for descriptor, _ in ready:
                 if descriptor == self._wake_file:
-                    os.eventfd_read(self._wake_file)
+                    os.eventfd_read(descriptor)
                 else:
                     sockets.serve(descriptor)
 

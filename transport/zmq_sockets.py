@@ -23,6 +23,9 @@ NodeHandler = Callable[[str, Socket], bool]
 BROKEN = zmq.EVENT_DISCONNECTED
 UNAUTHENTICATED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
+WARM_NS = 20_000_000
+"""How long after a frame was sent its socket is asked for what may have come in meanwhile."""
+
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -46,7 +49,8 @@ class Sockets:
 
     Waiting is done on the sockets' file descriptors with ``epoll``, a tenth of the cost of ``zmq.Poller``. Such a
     descriptor only tells that a socket has internal work; that work also gets done while something is sent, and then
-    nobody is told. So a socket that was used is *hot*: it is asked for its state before the thread sleeps again.
+    nobody is told. So a socket that was sent on is asked for its state again: at once when something is awaited from it
+    (it is *hot*), a little later otherwise (it is *warm*; asking after every frame would cost as much as sending it).
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Sockets:
         self.monitors: dict[str, Socket] = {}
         self.blocked: set[str] = set()  # nodes whose dealer had no room
         self.hot: set[Socket] = set()
+        self.warm: set[Socket] = set()
+        self.warm_due_ns = 0
         self.handlers: dict[int, tuple[Socket, Handler]] = {}  # file descriptor → socket, who reads it
         self.handler_of: dict[Socket, Handler] = {}
         self._file: Path | None = None
@@ -102,6 +108,7 @@ class Sockets:
         self.epoll.unregister(descriptor)
         del self.handlers[descriptor], self.handler_of[socket]
         self.hot.discard(socket)
+        self.warm.discard(socket)
 
     def _authenticate(self) -> None:
         if self._keys is None:
@@ -162,36 +169,48 @@ class Sockets:
         monitor.close(linger=0)
         dealer.close()
 
-    def wait(self, timeout_s: float) -> list[int]:
-        """File descriptors with news, after at most ``timeout_s`` (negative: for ever), at once when some are hot."""
-        return [descriptor for descriptor, _ in self.epoll.poll(0.0 if self.hot else timeout_s)]
-
     def serve(self, descriptor: int) -> None:
         """Call the handler of a descriptor with news, unless its socket was closed meanwhile."""
         found = self.handlers.get(descriptor)
         if found is not None and found[1]():
             self.hot.add(found[0])
 
-    def cool(self) -> None:
-        """Serve every hot socket that is still there."""
-        hot, self.hot = self.hot, set()
-        for socket in hot:
-            handler = self.handler_of.get(socket)
-            if handler is not None and handler():
-                self.hot.add(socket)
+    def cool(self, now_ns: int) -> int:
+        """Serve every hot socket, and every warm one when it is time; returns when that is, 0 when none is warm."""
+        if self.warm:
+            if not self.warm_due_ns:
+                self.warm_due_ns = now_ns + WARM_NS
+            elif now_ns >= self.warm_due_ns:
+                self.hot |= self.warm
+                self.warm.clear()
+                self.warm_due_ns = 0
+        if self.hot:
+            hot, self.hot = self.hot, set()
+            for socket in hot:
+                handler = self.handler_of.get(socket)
+                if handler is not None and handler():
+                    self.hot.add(socket)
+        return self.warm_due_ns
 
     def transmit(self, node: str, frame: bytes) -> bool:
         """See ``Carrier``."""
         dealer = self.dealers.get(node)
         if dealer is None:
             return False
-        self.hot.add(dealer)
+        self.warm.add(dealer)
         try:
             dealer.send(frame, NOBLOCK)
         except zmq.Again:
             self.blocked.add(node)
+            self.hot.add(dealer)
             return False
         return True
+
+    def await_reply(self, node: str) -> None:
+        """See ``Carrier``."""
+        dealer = self.dealers.get(node)
+        if dealer is not None:
+            self.hot.add(dealer)
 
     def reply(self, peer: bytes, frame: bytes) -> None:
         """See ``Carrier``."""
