@@ -40,6 +40,7 @@ from actors.runtime.process import (
     exit_within,
     is_orphan,
     on_termination,
+    settle_down,
 )
 from actors.runtime.shell import Activity, Begin, MachineActor, mailbox
 from actors.runtime.timers import Timers
@@ -349,6 +350,7 @@ def run(config: NodeConfig) -> int:
     except Exception:  # reported and closed already
         exit_within(timeout_s, node.exit_code)
         return node.exit_code
+    settle_down()
     node.log(NODE_ACTOR, "info", "stopping", reason=node.wait())
     exit_within(timeout_s, node.exit_code)
     node.close()

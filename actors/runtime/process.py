@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,18 @@ def on_termination(function: Callable[[str], None]) -> None:
     """Call ``function`` on SIGTERM. SIGINT is left to the supervisor: a terminal sends it to all nodes at once."""
     signal.signal(signal.SIGTERM, lambda number, frame: function("SIGTERM"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def settle_down() -> None:
+    """Tune the interpreter for a process that has loaded everything and from now on mostly passes messages.
+
+    What lives by now lives for good: the collector need not look at it again. And a thread that waits for the
+    interpreter (the links' thread, with a peer waiting behind it) gets it after a millisecond instead of five.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    sys.setswitchinterval(0.001)
 
 
 def exit_within(timeout_s: float, code: int) -> None:
