@@ -135,25 +135,36 @@ def _decode(
     if value_heads != key_heads:
         heads = heads.expand(-1, -1, -1, -1, value_heads // key_heads, -1)
     heads = heads.reshape(rows, width, 2, value_heads, key_dim)
-    factor = decay.exp_().view(rows, width, value_heads, 1)
+    if part.in_place is not None:
+        state = cache.ssm[part.in_place[0] : part.in_place[1]]
+    else:
+        state = cache.ssm.index_select(0, part.ssm_read)
     if width == 1:
-        if part.in_place is not None:
-            state = cache.ssm[part.in_place[0] : part.in_place[1]]
-        else:
-            state = cache.ssm.index_select(0, part.ssm_read)
         query, key = heads[:, 0].unbind(1)
-        mixed = delta_rule.recurrent_step(query, key, values, factor[:, 0], beta.unsqueeze(-1), state)
+        mixed = delta_rule.recurrent_step(query, key, values, decay.exp_().unsqueeze(-1), beta.unsqueeze(-1), state)
         if part.in_place is None:
-            cache.ssm.index_copy_(0, part.ssm_write[0], state)
+            cache.ssm.index_copy_(0, part.ssm_write, state)
         return mixed
-    state = cache.ssm.index_select(0, part.ssm_read)
-    value = values.reshape(rows, width, value_heads, value_dim).unbind(1)
-    rate = beta.view(rows, width, value_heads, 1).unbind(1)
+    slots = None
+    if part.neighbours is not None:
+        first, last = part.neighbours
+        slots = cache.ssm.view(-1, part.checkpoints, *cache.ssm.shape[1:])[first:last]
+    targets = part.ssm_write.view(rows, width).t()
+    steps = zip(
+        heads.unbind(1),
+        values.reshape(rows, width, value_heads, value_dim).unbind(1),
+        decay.exp_().view(rows, width, value_heads, 1).unbind(1),
+        beta.view(rows, width, value_heads, 1).unbind(1),
+        strict=True,
+    )
     outputs = []
-    for index, (step, decayed) in enumerate(zip(heads.unbind(1), factor.unbind(1), strict=True)):
-        query, key = step.unbind(1)
-        outputs.append(delta_rule.recurrent_step(query, key, value[index], decayed, rate[index], state))
-        cache.ssm.index_copy_(0, part.ssm_write[index], state)
+    for index, (pair, value, factor, rate) in enumerate(steps):
+        query, key = pair.unbind(1)
+        outputs.append(delta_rule.recurrent_step(query, key, value, factor, rate, state))
+        if slots is not None:
+            slots[:, index].copy_(state)
+        else:
+            cache.ssm.index_copy_(0, targets[index], state)
     return torch.stack(outputs, 1).flatten(0, 1)
 
 

@@ -51,18 +51,20 @@ class DecodePart:
     """``rows`` sequences times ``width`` tokens at the front of the flat batch.
 
     ``conv_read`` [rows · (K-1)], ``conv_write`` [rows · (K-2+width)]: rows of the flat CONV cache.
-    ``ssm_read`` [rows]; ``ssm_write``: ``width`` tensors [rows], one checkpoint after each token.
-    ``in_place``: (first, last + 1) of the slots when they are neighbours and are updated where they lie; the indices
-    are empty then.
+    ``ssm_read`` [rows]; ``ssm_write`` [rows · width]: the checkpoint after each token.
+    ``checkpoints``: SSM rows per slot. ``neighbours``: (first, last + 1) of the slots when they lie next to each other.
+    ``in_place``: the same when states are also updated where they lie, one token on; the indices are empty then.
     """
 
     rows: int
     width: int
+    checkpoints: int
     groups: tuple[AttentionGroup, ...]
     conv_read: torch.Tensor
     conv_write: torch.Tensor
     ssm_read: torch.Tensor
-    ssm_write: tuple[torch.Tensor, ...]
+    ssm_write: torch.Tensor
+    neighbours: tuple[int, int] | None
     in_place: tuple[int, int] | None
 
 
@@ -178,10 +180,11 @@ def _prefill_part(geometry: PlanGeometry, spec: RowSpec, begin: int) -> PrefillP
 def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> DecodePart:
     device = geometry.device
     groups = _attention_groups(geometry, specs, width)
-    in_place = _in_place(geometry, specs, width)
+    neighbours = _neighbours(specs)
+    in_place = neighbours if width == 1 and geometry.checkpoints == 1 else None
     if in_place is not None or not geometry.recurrent:
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return DecodePart(len(specs), width, groups, none, none, none, (), in_place)
+        return DecodePart(len(specs), width, geometry.checkpoints, groups, none, none, none, none, neighbours, in_place)
     slots = torch.tensor([spec.slot for spec in specs], dtype=torch.int64, device=device)
     live = torch.tensor([spec.live for spec in specs], dtype=torch.int64, device=device)
     window = geometry.conv_kernel - 1
@@ -192,19 +195,19 @@ def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -
     return DecodePart(
         rows=len(specs),
         width=width,
+        checkpoints=geometry.checkpoints,
         groups=groups,
         conv_read=conv_read.flatten(),
         conv_write=conv_write.flatten(),
         ssm_read=ssm_base + live,
-        ssm_write=tuple(ssm_base + index for index in range(width)),
+        ssm_write=(ssm_base[:, None] + torch.arange(width, device=device)).flatten(),
+        neighbours=neighbours,
         in_place=None,
     )
 
 
-def _in_place(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> tuple[int, int] | None:
-    """The run of SSM rows that a plain decode step may update without gathering, if the slots are neighbours."""
-    if width != 1 or geometry.checkpoints != 1:
-        return None
+def _neighbours(specs: Sequence[RowSpec]) -> tuple[int, int] | None:
+    """(first, last + 1) of the rows' slots if they lie next to each other in order."""
     first = specs[0].slot
     if any(spec.slot != first + index for index, spec in enumerate(specs)):
         return None
