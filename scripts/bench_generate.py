@@ -2,8 +2,8 @@
 
 Both sides compute the same prompts in turns, so that a busy machine slows both; ratios are medians over the turns.
 Figures: prompt tokens per second of one prefill, generated tokens per second of one sequence alone and of several at
-once (after their prefill). This measures the worker's model runner inside this process; ``measure_ours`` is what a
-served measurement replaces.
+once (after their prefill). Our side is a whole cluster, measured by its HTTP client, or, to see what actors and HTTP
+cost, the model runner alone inside this process.
 """
 
 from __future__ import annotations
@@ -11,37 +11,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import torch
 
-from actors.runtime.config import ConfigError
+from actors.runtime.config import ConfigError, Options
 from actors.worker.collectives import SingleRank
 from actors.worker.runner import ModelRunner
 from actors.worker.settings import WorkerSettings, plan_rank
 from messages.batch import BatchRow, ExecuteBatch, RowResult, SequenceStart
 from messages.requests import SamplingParams
+from scripts.models import resolve_model
+from scripts.rates import Measure, Rates
+from scripts.served_rates import ServedRates
 
 BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Tokens per second. ``tokens`` are what the sequences generated, for comparison."""
-
-    prefill: float
-    decode: float
-    tokens: tuple[tuple[int, ...], ...]
-    accepted_per_step: float = 1.0
-
-
-Measure = Callable[[Sequence[Sequence[int]], int], Rates]
-"""``measure(prompts, output_tokens)``."""
-
-
 def run(
-    model_dir: str,
+    model: str,
     topology: str = "TP1",
     against: str = "transformers",
     *,
@@ -53,36 +43,45 @@ def run(
     dtype: str = "float32",
     speculative_tokens: int = 0,
     seed: int = 0,
+    in_process: bool = False,
 ) -> dict[str, Any]:
     """Measure and compare. ``prefill_ratio``, ``decode_alone_ratio`` and ``decode_batch_ratio`` are ours / theirs.
 
-    ``against`` "" measures this system only. Raises ``ConfigError`` for what cannot be measured in one process.
+    ``against`` "" measures this system only; ``in_process`` the model runner without a cluster (TP1 only).
+    ``threads`` is for all of a topology's ranks together, as it is for transformers.
     """
-    if topology.upper() != "TP1":
+    if in_process and topology.upper() != "TP1":
         raise ConfigError(f"topology {topology!r} cannot be measured inside one process; allowed: 'TP1'")
     if against not in ("", "transformers"):
         raise ConfigError(f"against {against!r} is not known; allowed: 'transformers', ''")
     torch.set_num_threads(threads)
-    ours = measure_ours(
-        model_dir, sequences, prompt_tokens + output_tokens, dtype=dtype, speculative_tokens=speculative_tokens
-    )
-    theirs = measure_transformers(model_dir, dtype) if against else None
-    generator = torch.Generator().manual_seed(seed)
-    vocab = plan_rank(WorkerSettings(model_dir=model_dir, block_count=1, slot_count=1)).config.vocab_size
-    prompts = torch.randint(0, vocab, (sequences, prompt_tokens), generator=generator).tolist()
-    turns: list[dict[str, Rates]] = []
-    for turn in range(repeats + 1):
-        rates = {"alone": ours(prompts[:1], output_tokens), "batch": ours(prompts, output_tokens)}
-        if theirs is not None:
-            rates["their_alone"] = theirs(prompts[:1], output_tokens)
-            rates["their_batch"] = theirs(prompts, output_tokens)
-        if turn:  # the first turn warms both sides up
-            turns.append(rates)
+    model_dir = str(resolve_model(model))
+    length = prompt_tokens + output_tokens
+    with ExitStack() as stack:
+        if in_process:
+            ours = measure_ours(model_dir, sequences, length, dtype=dtype, speculative_tokens=speculative_tokens)
+        else:
+            options = _served_options(model_dir, topology, sequences, prompt_tokens, output_tokens, threads)
+            changes = {"dtype": dtype, "num_speculative_tokens": speculative_tokens}
+            ours = stack.enter_context(ServedRates(msgspec.structs.replace(options, **changes))).measure
+        theirs = measure_transformers(model_dir, dtype) if against else None
+        generator = torch.Generator().manual_seed(seed)
+        vocab = plan_rank(WorkerSettings(model_dir=model_dir, block_count=1, slot_count=1)).config.vocab_size
+        prompts = torch.randint(0, vocab, (sequences, prompt_tokens), generator=generator).tolist()
+        turns: list[dict[str, Rates]] = []
+        for turn in range(repeats + 1):
+            rates = {"alone": ours(prompts[:1], output_tokens), "batch": ours(prompts, output_tokens)}
+            if theirs is not None:
+                rates["their_alone"] = theirs(prompts[:1], output_tokens)
+                rates["their_batch"] = theirs(prompts, output_tokens)
+            if turn:  # the first turn warms both sides up
+                turns.append(rates)
     return _report(
         turns,
         {
-            "model": model_dir,
+            "model": model,
             "topology": topology,
+            "in_process": in_process,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
             "sequences": sequences,
@@ -91,6 +90,26 @@ def run(
             "speculative_tokens": speculative_tokens,
             "repeats": repeats,
         },
+    )
+
+
+def _served_options(
+    model_dir: str, topology: str, sequences: int, prompt_tokens: int, output_tokens: int, threads: int
+) -> Options:
+    """A cluster that prefills all prompts of a turn in one step, as transformers does."""
+    length = prompt_tokens + output_tokens + 16
+    return Options(
+        model=model_dir,
+        topology=topology,
+        port=0,
+        threads_per_rank=threads if topology.upper() == "TP1" else 0,  # several ranks share the cores evenly
+        block_size=BLOCK_SIZE,
+        block_count=sequences * (-(-length // BLOCK_SIZE) + 1),
+        max_model_len=length,
+        max_seqs_per_batch=sequences,
+        max_tokens_per_batch=sequences * prompt_tokens,
+        max_tokens_per_chunk_for_prefill=prompt_tokens,
+        log_level="error",
     )
 
 

@@ -19,8 +19,9 @@ import torch
 
 from actors.runtime.config import ConfigError
 from actors.worker.model.config import load_config
-from scripts.bench_generate import Measure, Rates, measure_ours
+from scripts.bench_generate import measure_ours
 from scripts.models import resolve_model
+from scripts.rates import Measure, Rates
 
 
 def run(

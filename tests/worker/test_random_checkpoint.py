@@ -59,6 +59,7 @@ def test_the_generation_benchmark_compares_both_sides_on_the_same_tokens(
         threads=1,
         repeats=1,
         speculative_tokens=speculative_tokens,
+        in_process=True,
     )
     assert report["equal_sequences"] == 2
     for name in ("prefill_ratio", "decode_alone_ratio", "decode_batch_ratio", "their_decode_alone_tokens_per_s"):
@@ -67,6 +68,6 @@ def test_the_generation_benchmark_compares_both_sides_on_the_same_tokens(
 
 def test_what_cannot_be_measured_in_one_process_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="topology 'P2/D1'"):
-        run(str(model_dir), "P2/D1")
+        run(str(model_dir), "P2/D1", in_process=True)
     with pytest.raises(ConfigError, match="against 'vllm'"):
         run(str(model_dir), against="vllm")
