@@ -155,7 +155,7 @@ def draw(seed: int, request_count: int, faults: frozenset[str], topology: str = 
         seed=seed & 0xFFFF,
     )
     window_ms = random.choice((60.0, 200.0, 600.0))
-    heal_ms = WARM_UP_MS + window_ms + random.choice((100.0, 1000.0, 3000.0))
+    heal_ms = WARM_UP_MS + window_ms + random.choice((100.0, 1000.0, 3000.0, 9000.0))
     nodes = _nodes(options.topology)
     return Scenario(
         seed=seed,
@@ -185,14 +185,14 @@ def _nodes(topology: str) -> list[str]:
 
 def _links(random: Random, faults: frozenset[str]) -> LinkSettings:
     def rate(kind: str) -> float:
-        return random.choice((0.0, 0.0, 0.001, 0.01)) if kind in faults else 0.0
+        return random.choice((0.0, 0.0, 0.002, 0.01, 0.05)) if kind in faults else 0.0
 
     return LinkSettings(
-        drop=rate("loss") / 2,
+        drop=rate("loss") / 5,
         duplicate=rate("duplicate"),
         reorder=rate("reorder"),
         delay=rate("delay"),
-        delay_ms=random.choice((5.0, 50.0, 2000.0)),
+        delay_ms=random.choice((5.0, 50.0, 2000.0, 7000.0)),
         latency_us=random.choice(((20.0, 200.0), (50.0, 2000.0))),
         local_us=random.choice((5.0, 50.0, 500.0)),
     )
@@ -212,7 +212,7 @@ def _plan(random: Random, faults: frozenset[str], nodes: list[str], seed: int) -
     for kind, do in (("loss", "drop"), ("duplicate", "duplicate"), ("reorder", "reorder"), ("delay", "delay")):
         if kind in faults and random.random() < 0.25:
             match = MessageMatch(type=random.choice(POINTS), nth=random.choice((1, 1, 2, 4)))
-            rules.append(Rule(do=do, match=match, ms=random.choice((2.0, 30.0, 1500.0))))
+            rules.append(Rule(do=do, match=match, ms=random.choice((2.0, 30.0, 1500.0, 6000.0))))
     if "staging" in faults and random.random() < 0.3:
         match = MessageMatch(
             type=random.choice(("GrantLease", "OpenReceive", "ReserveLeases")),
@@ -232,6 +232,7 @@ def _incidents(
     random: Random, faults: frozenset[str], nodes: list[str], begin_ms: float, end_ms: float
 ) -> tuple[Incident, ...]:
     incidents: list[Incident] = []
+    end_ms = min(end_ms, begin_ms + 2000.0)
 
     def when() -> float:
         return begin_ms + random.random() * (end_ms - begin_ms)
@@ -247,14 +248,15 @@ def _incidents(
                 at_ms=when(),
                 node=first,
                 other=second,
-                for_ms=random.choice((20.0, 300.0, 2500.0)),
+                for_ms=random.choice((20.0, 300.0, 2500.0, 7000.0)),
                 both=random.random() < 0.6,
                 hold=random.random() < 0.6,
             )
         )
     if "partition" in faults and random.random() < 0.25:
         for _ in range(random.choice((1, 3))):
-            first, second = random.sample(nodes, 2)
+            controls = [name for name in nodes if "." not in name or name.endswith(".ctl")]
+            first, second = random.sample(random.choice((controls, nodes)), 2)
             incidents.append(Incident(kind="break", at_ms=when(), node=first, other=second))
     if "hang" in faults and random.random() < 0.2:
         for_ms = random.choice((10.0, 100.0, 1500.0, 6000.0))

@@ -25,8 +25,7 @@ from actors.transfer.routes import Route, Run
 from actors.transfer.source_machine import Lane, SourceMachine
 from actors.transfer.staging_machine import TRANSITIONS, LeaseEvent, LeaseState
 from actors.transfer.target_machine import TargetMachine
-from messages.base import instance_of
-from messages.lifecycle import PeerLost
+from messages.cluster import InstanceLost
 from messages.requests import SubmitRequest
 from messages.transfer import AllRestored
 
@@ -142,8 +141,16 @@ def _prefill_frees_when_it_hands_over() -> Patch:
     return PrefillSide, "_hand_off", hand_off
 
 
-def _stale_epochs_accepted_by_the_gateway() -> Patch:
-    return Record, "is_current", lambda self, epoch: True
+def _the_next_life_buried_with_the_last() -> Patch:
+    original = SchedulerMachine.handle
+
+    def handle(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
+        if isinstance(message, InstanceLost):
+            message = msgspec.structs.replace(message, incarnation=message.incarnation + 1)
+        effects: list[Effect] = original(self, now_ns, sender, message)
+        return effects
+
+    return SchedulerMachine, "handle", handle
 
 
 def _tokens_delivered_as_they_come() -> Patch:
@@ -210,19 +217,6 @@ def _lease_freed_during_its_merge() -> Patch:
     return TRANSITIONS.rows, (LeaseState.MERGING, LeaseEvent.GIVEN_BACK), LeaseState.FREE  # type: ignore[return-value]
 
 
-def _a_broken_link_taken_for_a_death() -> Patch:
-    original = SchedulerMachine.handle
-
-    def handle(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
-        if isinstance(message, PeerLost) and message.node.endswith(".ctl"):
-            self._now_ns = now_ns
-            self._on_lost(instance_of(message.node), 1 << 30)
-        effects: list[Effect] = original(self, now_ns, sender, message)
-        return effects
-
-    return SchedulerMachine, "handle", handle
-
-
 def _a_preempted_sequence_keeps_its_progress() -> Patch:
     original = Batcher.preempt
 
@@ -245,7 +239,7 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _restored_before_the_last_chunk,
         _decoded_before_restored,
         _prefill_frees_when_it_hands_over,
-        _stale_epochs_accepted_by_the_gateway,
+        _the_next_life_buried_with_the_last,
         _tokens_delivered_as_they_come,
         _resubmitted_with_another_seed,
         _ended_attempts_forgotten,
@@ -253,7 +247,6 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _conv_concatenated_without_regrouping,
         _memory_of_a_running_step_freed,
         _lease_freed_during_its_merge,
-        _a_broken_link_taken_for_a_death,
         _a_preempted_sequence_keeps_its_progress,
     )
 }
