@@ -238,6 +238,17 @@ def bench_speculation(as_json: bool, depths: str, **values: Any) -> None:
     _report(run(depths=wanted, **values), as_json)
 
 
+@bench.command("tracing")
+@click.option("--model", default="demo", show_default=True)
+@click.option("--topology", default="TP1", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def bench_tracing(as_json: bool, **values: Any) -> None:
+    """What the ring that is always on, and a full trace, cost messaging and decoding."""
+    from scripts.bench_tracing import run
+
+    _report(run(**values), as_json)
+
+
 @bench.command("accuracy")
 @cluster_options()
 @click.option("--against", default="TP1", show_default=True, help="Topology of the reference run.")

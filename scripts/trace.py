@@ -122,3 +122,14 @@ def replay(trace_dir: Path, address: str, until: int, incarnation: int) -> None:
 
     for line in replay_text(trace_dir, address, until=until, incarnation=incarnation):
         sys.stdout.write(line + "\n")
+
+
+@trace.command()
+@click.option("--run-dir", default="", help="Run directory of the cluster (default: the only one running).")
+def rings(run_dir: str) -> None:
+    """Have every node of a running cluster write the newest messages it remembers, for the commands above."""
+    from scripts.observe import find_run_dir
+    from scripts.trace_rings import collect_rings
+
+    paths = collect_rings(Path(find_run_dir(run_dir)))
+    click.echo(f"{len(paths)} rings: kvferry trace stuck --trace-dir {paths[0].parent}")

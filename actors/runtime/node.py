@@ -39,12 +39,13 @@ from actors.runtime.process import (
     end_with_parent,
     exit_within,
     is_orphan,
+    on_ring_request,
     on_termination,
     settle_down,
 )
 from actors.runtime.shell import Activity, Begin, MachineActor, mailbox
 from actors.runtime.timers import Timers
-from actors.runtime.trace import make_recorder
+from actors.runtime.trace import RINGS, make_recorder
 from messages.base import SUPERVISOR, Message, node_of
 from messages.envelope import Envelope
 from messages.lifecycle import NodeFailed, NodeHealth, NodeReady, Stop
@@ -218,8 +219,13 @@ class Node:
                 fatal=fatal,
             )
         self.log(actor, "error", "node_failed", reason=reason)
+        self.dump_ring()
         self._tell_supervisor(self._failed)
         self.stop(f"{actor} failed")
+
+    def dump_ring(self) -> None:
+        """Write the newest envelopes into the run directory, for ``kvferry trace``. Any thread."""
+        self._guarded("trace", lambda: self.recorder.dump(Path(self.config.run_dir) / RINGS))
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +351,7 @@ def run(config: NodeConfig) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_OK
     node.parent_pid = parent_pid
     on_termination(node.stop)
+    on_ring_request(node.dump_ring)
     try:
         node.start()
     except Exception:  # reported and closed already

@@ -14,6 +14,9 @@ EXIT_OK = 0
 EXIT_FAILED = 70  # sysexits.h EX_SOFTWARE: an actor died, or something outside this node's configuration was missing
 EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: starting again cannot help
 
+RING_SIGNAL = signal.SIGUSR2
+"""Asks a node process to write its ring of envelopes into its run directory."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,6 +47,11 @@ def on_termination(function: Callable[[str], None]) -> None:
     """Call ``function`` on SIGTERM. SIGINT is left to the supervisor: a terminal sends it to all nodes at once."""
     signal.signal(signal.SIGTERM, lambda number, frame: function("SIGTERM"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def on_ring_request(function: Callable[[], None]) -> None:
+    """Call ``function`` on ``RING_SIGNAL``: somebody wants to see the newest messages of this process."""
+    signal.signal(RING_SIGNAL, lambda number, frame: function())
 
 
 def settle_down() -> None:

@@ -24,6 +24,9 @@ TRACE_VERSION: Final = 1
 CONFIG, SENT, HANDLED, FAULT = range(4)
 """Kinds of records, the first field of each."""
 
+RINGS: Final = "rings"
+"""The folder of a run directory into which nodes write their rings, when they fail or are asked to."""
+
 GROW_BYTES: Final = 4 << 20
 
 RingEntry = tuple[int, int, int, Envelope | None, str]
@@ -92,17 +95,32 @@ class RingRecorder:
         return list(self._ring)
 
     def dump(self, directory: Path) -> Path:
-        """Write the ring as a trace that every trace command reads; for a node that fails without ``trace_dir``."""
+        """Write the ring as a trace that every trace command reads. Any thread; readers see it whole or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
         path = trace_path(directory, self.config.node, self.config.incarnation)
-        with path.open("wb") as file:
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
             file.write(encode_config(self.config))
             for entry in self.entries():
                 file.write(encode_record(entry, payloads=True))
+        part.replace(path)
         return path
 
     def close(self) -> None:
         """Nothing is pending."""
+
+
+class NoRing(RingRecorder):
+    """Remembers nothing (``trace_ring`` 0): what the ring costs is measured against it."""
+
+    def sent(self, envelope: Envelope, size_bytes: int) -> None:
+        """Forget it."""
+
+    def handled(self, now_ns: int, envelope: Envelope) -> None:
+        """Forget it."""
+
+    def fault(self, now_ns: int, envelope: Envelope | None, text: str) -> None:
+        """Forget it."""
 
 
 class FileRecorder(RingRecorder):
@@ -178,7 +196,7 @@ class FileRecorder(RingRecorder):
 
 
 def make_recorder(config: NodeConfig) -> RingRecorder:
-    """The recorder that ``config.options`` asks for: ring only, or ring and file with ``trace_dir``."""
+    """The recorder that ``config.options`` asks for: ring only, ring and file with ``trace_dir``, or none."""
     if config.options.trace_dir:
         return FileRecorder(config, Path(config.options.trace_dir))
-    return RingRecorder(config)
+    return RingRecorder(config) if config.options.trace_ring else NoRing(config)
