@@ -7,6 +7,7 @@ and the cluster must converge (I7): every request finishes or fails clearly, the
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -195,6 +196,13 @@ class Summary:
         return self.requests / self.wall_s if self.wall_s else 0.0
 
 
+def _rest_the_collector() -> None:
+    """A run makes many small objects and hardly a cycle: looking for cycles seldom saves a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def simulate(
     seeds: Iterable[int],
     request_count: int,
@@ -210,6 +218,7 @@ def simulate(
     faults = parse_faults(faults_text)
     summary = Summary()
     began = clock()
+    _rest_the_collector()
     for seed in seeds:
         outcome = run_seed(seed, request_count, faults, topology=topology)
         summary.runs += 1

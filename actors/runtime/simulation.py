@@ -280,10 +280,10 @@ class Simulation:
                 due = self.now_ns + int(effect.delay_ms * 1e6)
                 timer = (effect, self._sequence, parent_id)
                 heappush(self._heap, (due, self._sequence, node, self._timer_due, actor, timer))
-            elif isinstance(effect, StopTimer):
-                actor.timers.pop(effect.key, None)
             elif isinstance(effect, Run):
                 self._run_job(actor, effect.job, parent_id)
+            elif isinstance(effect, StopTimer):
+                actor.timers.pop(effect.key, None)
             elif isinstance(effect, Note):
                 self.note(actor.address, effect)
             elif isinstance(effect, Fail):
