@@ -188,7 +188,10 @@ def test_node_that_hangs_when_its_supervisor_dies_is_ended_by_the_next_start() -
 
 
 SERVE_SCRIPT = """
+import signal
 import sys
+for number in (signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore them (nohup, a shell's background job)
 from actors.runtime.config import Options
 from scripts.serve import serve
 from tests.supervisor.dummies import FACTORIES
