@@ -93,11 +93,12 @@ class SimulatedCluster:
         plan: FaultPlan | None = None,
         deadline_ms: float = 150_000.0,
         recorder_for: Callable[[NodeConfig], Recorder] | None = None,
+        notes_max: int = 0,
     ) -> None:
         self.options = options
         self.memory = Memory()
         self.speed = speed or Speed()
-        self.simulation = Simulation(seed, links, recorder_for=recorder_for, on_fail=self._on_fail, notes_max=400)
+        self.simulation = Simulation(seed, links, recorder_for=recorder_for, on_fail=self._on_fail, notes_max=notes_max)
         self.clients = Clients(self.simulation, requests, deadline_ms)
         self.injector: ClusterInjector | None = None
         if plan is not None and plan.rules:
@@ -175,7 +176,8 @@ class SimulatedCluster:
         memory = NodeMemory(self.memory)
         group = self._groups.setdefault((config.instance, config.incarnation), Group(config.tp_size))
         checks = self.checks
-        fault = self.injector.write_delay_ms if self.injector is not None else None
+        injector = self.injector
+        fault = injector.write_delay_ms if injector is not None and injector.strikes_writes else None
         copier = Copier(context, memory, self.speed, checks.on_copy if checks is not None else None, fault)
         book = LinkBook()
         executors: dict[str, JobExecutor] = {

@@ -103,20 +103,19 @@ class TagTensor:
         self.layout = layout
         self.region = region
         spans = tuple((span.axis, span.start, span.length, span.offset) for span in layout.spans)
-        self._bases: tuple[int, ...] = _unit_bases(
-            spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft"
-        )
+        units = _unit_bases(spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft")
+        bits = 8 * layout.unit_bytes
+        # A row as one integer: every unit's own bits, plus the tag of request and position in every unit.
+        self._base: int = sum(unit << bits * index for index, unit in enumerate(units))
+        self._ones: int = sum(1 << bits * index for index in range(len(units)))
         self._conv = layout.role == "CONV"
         self._stride = layout.row_units * layout.unit_bytes
         self._rows: dict[int, bytearray] = {}  # request → its rows from position 0 on, as far as they were needed
 
     def row(self, number: int, position: int, flag: int = 0) -> bytes:
         """The bytes of one row that belongs to request ``number`` and token ``position``."""
-        if self._conv:
-            tag = (number & 0xFFF) << 10 | position & 0x3FF
-            return array("I", [base | tag for base in self._bases]).tobytes()
-        tag = number << 40 | position | flag
-        return array("Q", [base | tag for base in self._bases]).tobytes()
+        tag = (number & 0xFFF) << 10 | position & 0x3FF if self._conv else number << 40 | position | flag
+        return (self._base + tag * self._ones).to_bytes(self._stride, "little")
 
     def rows(self, number: int, begin: int, end: int) -> bytes:
         """Rows of positions ``[begin, end)`` one behind the other; before position 0 there are zeros."""

@@ -66,6 +66,7 @@ class ClusterInjector:
 
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
+        self.strikes_writes = any(rule.write is not None for rule in plan.rules)
         self._simulation: Simulation | None = None
         self._lives: dict[str, tuple[int, NodeInjector, SimulatedActions]] = {}
 

@@ -71,7 +71,7 @@ def test_unequal_draft_depths_serve_right_tokens_and_free_everything(prefill: in
 def test_a_prefill_instance_without_draft_cache_is_refused_at_the_link_with_the_reason() -> None:
     """C33: no request is decoded wrongly, none at all; both sides' logs say why and name the option."""
     options = with_options(topology="P2/D1", num_speculative_tokens=2, prefill_num_speculative_tokens=0)
-    cluster = SimulatedCluster(1, requests(2), options=options)
+    cluster = SimulatedCluster(1, requests(2), options=options, notes_max=400)
     serve(cluster)
     assert not any(request.state == "finished" for request in cluster.clients.requests)
     reasons = {
