@@ -172,7 +172,7 @@ class PrefillSide:
     def _on_request_refused(self, now_ns: int, message: RequestRefused) -> None:
         self._peers.heard_from(message.instance, message.incarnation)
         offer = self.offers.find(message.request_id, message.epoch, message.instance, message.incarnation)
-        if offer is None:
+        if offer is None or offer.accepted is not None:  # a doubled offer is refused after it was taken
             self._out.drop_late(message, message.request_id, message.epoch)
             return
         request = self._current(offer)

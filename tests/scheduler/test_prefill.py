@@ -515,6 +515,33 @@ def test_late_answers_change_nothing() -> None:
     closed(harness)
 
 
+@pytest.mark.parametrize("code", [400, 404, 409, 413])
+@pytest.mark.parametrize("stage", ["accepted", "prefilling", "handed off"])
+def test_a_doubled_offer_that_is_refused_after_it_was_taken_changes_nothing(
+    stage: str, code: Literal[400, 404, 409, 413]
+) -> None:
+    """The first copy was taken; the second is answered when the epoch has ended there, long after."""
+    harness = prefill()
+    harness.tell(submit("a", 10))
+    instance, offer = ask(harness)
+    accept(harness, instance, offer)
+    if stage == "accepted":
+        refuse(harness, instance, offer, code)
+        harness.run()
+    elif stage == "prefilling":
+        harness.step()
+        refuse(harness, instance, offer, code)
+        harness.run()
+    else:
+        harness.run()
+        refuse(harness, instance, offer, code)
+    harness.one(FirstGeneration)
+    harness.none(Failed)
+    harness.none(ReleaseRequest)
+    says(harness, instance, HandoffComplete, offer)
+    closed(harness)
+
+
 def test_an_acceptance_of_an_offer_that_is_over_is_released() -> None:
     harness = prefill("d0", "d1")
     harness.tell(submit("a"))
