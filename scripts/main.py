@@ -287,17 +287,28 @@ main.add_command(trace)
     show_default=True,
     help="Where the trace of a run that broke an invariant goes.",
 )
-def simulate(**values: Any) -> None:
+def simulate(
+    seed: int,
+    seed_count: int,
+    request_count: int,
+    faults: str,
+    topology: str,
+    time_limit_s: float,
+    trace_dir: Path,
+) -> None:
     """A whole cluster with faults in one thread and virtual time; invariants I1 to I7 are checked at every step.
 
     The same seed gives the same run. A failure prints the command that repeats it and leaves a trace.
     """
-    from scripts.simulate import report
+    from scripts.simulate import explain
+    from scripts.simulate import simulate as run_seeds
 
-    line = ""
-    for line in report(**values):
+    seeds = range(seed, seed + seed_count)
+    summary = run_seeds(seeds, request_count, faults, topology=topology, time_limit_s=time_limit_s)
+    click.echo(summary.text)
+    for line in explain(summary, request_count, faults, topology=topology, trace_dir=trace_dir):
         click.echo(line)
-    sys.exit(1 if line.startswith("violation") else 0)
+    sys.exit(1 if summary.failures else 0)
 
 
 def _report(result: dict[str, Any], as_json: bool) -> None:

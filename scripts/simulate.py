@@ -11,6 +11,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,7 @@ CONVERGE_MS: Final = 60_000.0
 SETTLE_MS: Final = 30_000.0
 """… and everything be free within this much more."""
 SETTLE_STEP_MS: Final = 250.0
+RUNS_PER_COLLECTION: Final = 50
 
 
 @dataclass
@@ -170,7 +172,10 @@ def run_seed(
     seed: int, request_count: int, faults: frozenset[str], *, topology: str = "", trace_dir: Path | None = None
 ) -> Outcome:
     """One run."""
-    return Run(seed, request_count, faults, topology=topology, trace_dir=trace_dir).go()
+    run = Run(seed, request_count, faults, topology=topology, trace_dir=trace_dir)
+    outcome = run.go()
+    run.cluster.simulation.close()
+    return outcome
 
 
 def replay_command(seed: int, request_count: int, faults: str, topology: str = "") -> str:
@@ -190,17 +195,41 @@ class Summary:
     states: Counter[str] = field(default_factory=Counter)
     failures: list[Outcome] = field(default_factory=list)
 
+    def add(self, outcome: Outcome, request_count: int) -> None:
+        """One more run, of ``request_count`` requests."""
+        self.runs += 1
+        self.requests += request_count
+        self.steps += outcome.steps
+        self.states += outcome.states
+        if outcome.violation:
+            self.failures.append(outcome)
+
+    @property
+    def text(self) -> str:
+        """All of it as one line."""
+        states = ", ".join(f"{count} {state}" for state, count in sorted(self.states.items()))
+        return (
+            f"{self.runs} runs, {self.requests} requests ({states}), {self.steps} steps in {self.wall_s:.1f} s:"
+            f" {self.requests_per_s:.0f} requests/s"
+        )
+
     @property
     def requests_per_s(self) -> float:
         """Simulated requests per second of real time."""
         return self.requests / self.wall_s if self.wall_s else 0.0
 
 
-def _rest_the_collector() -> None:
-    """A run makes many small objects and hardly a cycle: looking for cycles seldom saves a tenth of the time."""
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """A run makes many small objects and few cycles: these are looked for now and then only, see ``simulate``."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def simulate(
@@ -218,37 +247,22 @@ def simulate(
     faults = parse_faults(faults_text)
     summary = Summary()
     began = clock()
-    _rest_the_collector()
-    for seed in seeds:
-        outcome = run_seed(seed, request_count, faults, topology=topology)
-        summary.runs += 1
-        summary.requests += request_count
-        summary.steps += outcome.steps
-        summary.states += outcome.states
-        if on_outcome is not None:
-            on_outcome(outcome)
-        if outcome.violation:
-            summary.failures.append(outcome)
-            if len(summary.failures) >= failures_max:
+    with _collector_at_rest():
+        for seed in seeds:
+            outcome = run_seed(seed, request_count, faults, topology=topology)
+            summary.add(outcome, request_count)
+            if on_outcome is not None:
+                on_outcome(outcome)
+            if len(summary.failures) >= failures_max or (time_limit_s and clock() - began > time_limit_s):
                 break
-        if time_limit_s and clock() - began > time_limit_s:
-            break
+            if summary.runs % RUNS_PER_COLLECTION == 0:
+                gc.collect()
     summary.wall_s = clock() - began
     return summary
 
 
-def report(
-    seed: int, seed_count: int, request_count: int, faults: str, *, topology: str, trace_dir: Path, time_limit_s: float
-) -> Iterator[str]:
-    """What ``kvferry simulate`` prints, line by line; the last line of a failed run begins with ``violation``."""
-    summary = simulate(
-        range(seed, seed + seed_count), request_count, faults, topology=topology, time_limit_s=time_limit_s
-    )
-    states = ", ".join(f"{count} {state}" for state, count in sorted(summary.states.items()))
-    yield (
-        f"{summary.runs} runs, {summary.requests} requests ({states}), {summary.steps} steps in {summary.wall_s:.1f} s:"
-        f" {summary.requests_per_s:.0f} requests/s"
-    )
+def explain(summary: Summary, request_count: int, faults: str, *, topology: str, trace_dir: Path) -> Iterator[str]:
+    """Lines about every run that broke an invariant: each is run again, and leaves its trace in ``trace_dir``."""
     for outcome in summary.failures:
         run_seed(outcome.seed, request_count, parse_faults(faults), topology=topology, trace_dir=trace_dir)
         yield f"trace: kvferry trace stuck --trace-dir {trace_dir}"
@@ -256,4 +270,4 @@ def report(
         yield f"violation in seed {outcome.seed}: {outcome.violation}"
 
 
-__all__ = ["Options", "Outcome", "Run", "Summary", "parse_faults", "replay_command", "report", "run_seed", "simulate"]
+__all__ = ["Options", "Outcome", "Run", "Summary", "explain", "parse_faults", "replay_command", "run_seed", "simulate"]

@@ -17,7 +17,7 @@ from scripts.simulated_memory import Violation
 from scripts.simulated_model import expected_output
 
 HTTP = "front/http"
-RESUBMIT_MS = 400.0
+RESUBMIT_MS = 800.0
 """A client that is told "not now" (503), or finds nobody listening, asks again after so long."""
 
 State = Literal["new", "sent", "finished", "cancelled", "error", "lost"]

@@ -6,7 +6,7 @@ actors act between them, as they do while a real copy runs; a node's death stops
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import Final
 
@@ -71,52 +71,76 @@ class Copier:
         self._fault = fault
 
     def run(
-        self, job: Job, operation: str, copies: Sequence[Copy], take_ms: float, end: Callable[[int, str], None]
+        self, job: Job, operation: str, copies: list[Copy], take_ms: float, end: Callable[[int, str], None]
     ) -> None:
         """Copy everything within ``take_ms``; then ``end(bytes moved, error)``."""
-        pieces = list(copies)
         try:
-            if self._fault is not None and pieces:
-                size = sum(copy.ranges.size_bytes for copy in pieces)
-                take_ms += self._fault(self._node, operation, pieces[0].target_region, size)
+            if self._fault is not None and copies:
+                size = sum(copy.ranges.size_bytes for copy in copies)
+                take_ms += self._fault(self._node, operation, copies[0].target_region, size)
         except TornWrite as torn:
-            self._tear(job, pieces, torn, end)
+            self._tear(job, copies, torn, end)
             return
         except DataPlaneError as error:
             text = str(error)
             self.context.call_later(take_ms, lambda: end(0, text))
             return
-        moments = min(PIECES_MAX, max(1, len(pieces)))
-        cut = [
-            pieces[index * len(pieces) // moments : (index + 1) * len(pieces) // moments] for index in range(moments)
-        ]
-        moved = [0, 0]
+        moments = min(PIECES_MAX, max(1, len(copies)))
+        copying = _Copying(self, job, copies, moments, take_ms / moments, end)
+        self.context.call_later(copying.every_ms, copying.go_on)
 
-        def piece(index: int) -> None:
-            try:
-                moved[0] += self._copy(job, cut[index])
-            except DataPlaneError as error:
-                end(moved[0], str(error))
-                return
-            if index + 1 == moments:
-                end(moved[0], "")
-            else:
-                self.context.call_later(take_ms / moments, lambda: piece(index + 1))
-
-        self.context.call_later(take_ms / moments, lambda: piece(0))
-
-    def _tear(self, job: Job, pieces: list[Copy], torn: TornWrite, end: Callable[[int, str], None]) -> None:
-        kept = pieces[: int(len(pieces) * torn.fraction)]
+    def _tear(self, job: Job, copies: list[Copy], torn: TornWrite, end: Callable[[int, str], None]) -> None:
+        kept = copies[: int(len(copies) * torn.fraction)]
         text = str(torn)
-        self.context.call_later(0.1, lambda: end(self._copy(job, kept), text))
+        self.context.call_later(0.1, lambda: end(self.copy(job, kept), text))
 
-    def _copy(self, job: Job, copies: Sequence[Copy]) -> int:
+    def copy(self, job: Job, copies: list[Copy]) -> int:
+        """Copy now; returns the bytes moved. Raises ``DataPlaneError``, or ``Violation`` when that breaks a rule."""
         if self._check is not None:
             self._check(self._node, job)
-        return sum(
-            self.memory.copy(copy.source_region, copy.ranges.source, copy.target_region, copy.ranges.target)
-            for copy in copies
-        )
+        moved = 0
+        for source_region, target_region, ranges in copies:
+            moved += self.memory.copy(source_region, ranges.source, target_region, ranges.target)
+        return moved
+
+
+class _Copying:
+    """A job under way: its copies in ``moments`` parts, one every ``every_ms``."""
+
+    __slots__ = ("_copier", "_copies", "_end", "_job", "_moments", "_moved", "_part", "every_ms")
+
+    def __init__(
+        self,
+        copier: Copier,
+        job: Job,
+        copies: list[Copy],
+        moments: int,
+        every_ms: float,
+        end: Callable[[int, str], None],
+    ) -> None:
+        self._copier = copier
+        self._job = job
+        self._copies = copies
+        self._moments = moments
+        self.every_ms = every_ms
+        self._end = end
+        self._part = 0
+        self._moved = 0
+
+    def go_on(self) -> None:
+        """The next part."""
+        copies, part, moments = self._copies, self._part, self._moments
+        now = copies[part * len(copies) // moments : (part + 1) * len(copies) // moments]
+        self._part += 1
+        try:
+            self._moved += self._copier.copy(self._job, now)
+        except DataPlaneError as error:
+            self._end(self._moved, str(error))
+            return
+        if self._part == moments:
+            self._end(self._moved, "")
+        else:
+            self._copier.context.call_later(self.every_ms, self.go_on)
 
 
 class SimulatedTransferExecutor:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from mmap import mmap
 from typing import Final
 from zlib import crc32
 
 from messages.batch import BatchRow, ExecuteBatch, RowResult, SequenceStart
-from messages.layout import ModelGeometry, TensorLayout
+from messages.layout import ModelGeometry, Span, TensorLayout
 from messages.requests import SamplingParams
 from scripts.simulated_memory import Violation
 
@@ -27,6 +27,11 @@ VOCABULARY: Final = 48
 EOS: Final = 0
 DRAFT_FLAG: Final = 1 << 15
 """Set in the tags of rejected drafts: nobody may read them."""
+
+ROWS_AT_ONCE: Final = 72
+"""Rows of a request are made for so many positions at once."""
+ROWS_CACHED: Final = 8192
+"""Requests times tensors whose rows are remembered from run to run."""
 
 GEOMETRY: Final = ModelGeometry(
     model_fingerprint="simulated",
@@ -83,17 +88,50 @@ def request_number(request_id: str) -> int:
     return int(request_id[1:].partition("-")[0])
 
 
+Stretch = tuple[int, int, int]
+"""(row of a tensor, first position, end position): positions of a request in rows that follow each other."""
+
+
+def stretches(blocks: Sequence[int], block_size: int, begin: int, end: int) -> list[Stretch]:
+    """Where positions ``[begin, end)`` lie, in every tensor that is addressed by these blocks."""
+    found: list[Stretch] = []
+    while begin < end:
+        index = begin // block_size
+        row, first = blocks[index] * block_size + begin % block_size, begin
+        begin = (index + 1) * block_size
+        while begin < end and blocks[index + 1] == blocks[index] + 1:
+            index += 1
+            begin += block_size
+        begin = min(begin, end)
+        found.append((row, first, begin))
+    return found
+
+
 @cache
-def _unit_bases(spans: tuple[tuple[str, int, int, int], ...], row_units: int, layer: int, role: str, draft: bool):  # type: ignore[no-untyped-def]
-    """One integer per unit of a row, without request and position."""
+def _bases(spans: tuple[Span, ...], row_units: int, layer: int, role: str, is_draft: bool) -> tuple[int, int]:
+    """A row as one integer, without request and position; and the integer that puts a tag into each of its units."""
     units = [0] * row_units
-    for axis, start, length, offset in spans:
-        for index in range(length):
-            units[offset + index] = _AXES.get(axis, 0) + start + index
+    for span in spans:
+        for index in range(span.length):
+            units[span.offset + index] = _AXES.get(span.axis, 0) + span.start + index
     if role == "CONV":  # 32-bit tags: position 10 bits, request 12, unit 6, one bit that is always set
-        return tuple(unit << 22 | 1 << 31 for unit in units)
-    kind = _ROLES[role] | (8 if draft else 0)
-    return tuple(unit << 16 | layer << 24 | kind << 32 for unit in units)
+        bits, units = 32, [unit << 22 | 1 << 31 for unit in units]
+    else:
+        kind = _ROLES[role] | (8 if is_draft else 0)
+        bits, units = 64, [unit << 16 | layer << 24 | kind << 32 for unit in units]
+    base = sum(unit << bits * index for index, unit in enumerate(units))
+    return base, sum(1 << bits * index for index in range(row_units))
+
+
+def _row(base: int, ones: int, stride: int, number: int, position: int, flag: int, is_conv: bool) -> bytes:
+    tag = (number & 0xFFF) << 10 | position & 0x3FF if is_conv else number << 40 | position | flag
+    return (base + tag * ones).to_bytes(stride, "little")
+
+
+@lru_cache(maxsize=ROWS_CACHED)
+def _rows(base: int, ones: int, stride: int, number: int, count: int, is_conv: bool) -> bytes:
+    """The rows of a request's first ``count`` positions; the same in every run."""
+    return b"".join(_row(base, ones, stride, number, position, 0, is_conv) for position in range(count))
 
 
 class TagTensor:
@@ -102,75 +140,60 @@ class TagTensor:
     def __init__(self, layout: TensorLayout, region: mmap) -> None:
         self.layout = layout
         self.region = region
-        spans = tuple((span.axis, span.start, span.length, span.offset) for span in layout.spans)
-        units = _unit_bases(spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft")
-        bits = 8 * layout.unit_bytes
-        # A row as one integer: every unit's own bits, plus the tag of request and position in every unit.
-        self._base: int = sum(unit << bits * index for index, unit in enumerate(units))
-        self._ones: int = sum(1 << bits * index for index in range(len(units)))
         self._conv = layout.role == "CONV"
         self._stride = layout.row_units * layout.unit_bytes
-        self._rows: dict[int, bytearray] = {}  # request → its rows from position 0 on, as far as they were needed
+        self._base, self._ones = _bases(
+            layout.spans, layout.row_units, layout.layer, layout.role, layout.namespace == "draft"
+        )
+        if layout.resource_stride_bytes != layout.rows_per_resource * self._stride:
+            raise ValueError(f"{layout.name}: resources do not follow each other")
+        self._rows: dict[int, bytes] = {}  # request → its rows from position 0 on, as far as they were needed
 
     def row(self, number: int, position: int, flag: int = 0) -> bytes:
         """The bytes of one row that belongs to request ``number`` and token ``position``."""
-        tag = (number & 0xFFF) << 10 | position & 0x3FF if self._conv else number << 40 | position | flag
-        return (self._base + tag * self._ones).to_bytes(self._stride, "little")
+        return _row(self._base, self._ones, self._stride, number, position, flag, self._conv)
 
     def rows(self, number: int, begin: int, end: int) -> bytes:
         """Rows of positions ``[begin, end)`` one behind the other; before position 0 there are zeros."""
+        stride = self._stride
+        known = self._rows.get(number, b"")
+        if end * stride > len(known):
+            count = -(-end // ROWS_AT_ONCE) * ROWS_AT_ONCE
+            known = self._rows[number] = _rows(self._base, self._ones, stride, number, count, self._conv)
         if begin < 0:
-            return bytes(-begin * self._stride) + self.rows(number, 0, end)
-        known = self._rows.get(number)
-        if known is None:
-            known = self._rows[number] = bytearray()
-        for position in range(len(known) // self._stride, end):
-            known += self.row(number, position)
-        return bytes(known[begin * self._stride : end * self._stride])
+            return bytes(-begin * stride) + known[: max(0, end) * stride]
+        return known[begin * stride : end * stride]
 
-    def _address(self, blocks: Sequence[int], position: int) -> int:
-        layout = self.layout
-        size = layout.rows_per_resource
-        return (
-            layout.base_bytes
-            + blocks[position // size] * layout.resource_stride_bytes
-            + position % size * layout.row_stride_bytes
-        )
+    def write(self, number: int, where: Sequence[Stretch]) -> None:
+        """Write a request's rows."""
+        stride, base, region = self._stride, self.layout.base_bytes, self.region
+        for row, first, end in where:
+            at = base + row * stride
+            region[at : at + (end - first) * stride] = self.rows(number, first, end)
 
-    def write(self, number: int, blocks: Sequence[int], begin: int, end: int) -> None:
-        """Write the rows of positions ``[begin, end)``."""
-        size = self.layout.rows_per_resource
-        while begin < end:
-            last = min(end, (begin // size + 1) * size)
-            at = self._address(blocks, begin)
-            self.region[at : at + (last - begin) * self._stride] = self.rows(number, begin, last)
-            begin = last
-
-    def spoil(self, number: int, blocks: Sequence[int], begin: int, end: int) -> None:
+    def spoil(self, number: int, where: Sequence[Stretch]) -> None:
         """Write rows of rejected drafts, which nobody may read."""
-        for position in range(begin, end):
-            at = self._address(blocks, position)
-            self.region[at : at + self._stride] = self.row(number, position, DRAFT_FLAG)
+        for row, first, end in where:
+            at = self.layout.base_bytes + row * self._stride
+            rows = b"".join(self.row(number, position, DRAFT_FLAG) for position in range(first, end))
+            self.region[at : at + len(rows)] = rows
 
-    def check(self, number: int, blocks: Sequence[int], end: int) -> str:
-        """Why the rows of positions ``[0, end)`` are not all this request's; "" when they are."""
-        layout, region = self.layout, self.region
-        size, stride = layout.rows_per_resource, self._stride
-        expected = self.rows(number, 0, end)
-        for first in range(0, end, size):
-            last = min(end, first + size)
-            at = layout.base_bytes + blocks[first // size] * layout.resource_stride_bytes
-            if region[at : at + (last - first) * stride] != expected[first * stride : last * stride]:
-                return self._explain(number, blocks, first, last)
+    def check(self, number: int, where: Sequence[Stretch]) -> str:
+        """Why these rows are not all this request's; "" when they are."""
+        stride, base, region = self._stride, self.layout.base_bytes, self.region
+        for row, first, end in where:
+            at = base + row * stride
+            if region[at : at + (end - first) * stride] != self.rows(number, first, end):
+                return self._explain(number, row, first, end)
         return ""
 
-    def _explain(self, number: int, blocks: Sequence[int], first: int, last: int) -> str:
-        for position in range(first, last):
-            at = self._address(blocks, position)
+    def _explain(self, number: int, row: int, first: int, end: int) -> str:
+        for index, position in enumerate(range(first, end), row):
+            at = self.layout.base_bytes + index * self._stride
             expected = self.row(number, position)
             found = bytes(self.region[at : at + len(expected)])
             if found != expected:
-                block = blocks[position // self.layout.rows_per_resource]
+                block = index // self.layout.rows_per_resource
                 return f"{self.layout.name} token {position} in block {block}: {self.describe(found, expected)}"
         return "no difference on second sight"
 
@@ -240,15 +263,13 @@ class _Open:
 class TagRunner:
     """One rank: executes the command stream over tagged caches. The same decisions as the real runner's."""
 
-    def __init__(self, where: str, tensors: Sequence[TensorLayout], region: mmap, speculative_tokens: int) -> None:
+    def __init__(self, where: str, tensors: Sequence[TensorLayout], region: mmap) -> None:
         self._where = where
         views = [TagTensor(layout, region) for layout in tensors]
-        self._blocks = [
-            view for view in views if view.layout.addressed_by == "block" and view.layout.namespace == "target"
-        ]
-        self._drafts = [view for view in views if view.layout.namespace == "draft"]
+        self._by_block = [view for view in views if view.layout.addressed_by == "block"]
+        self._block_size = self._by_block[0].layout.rows_per_resource
+        self._has_drafts = any(view.layout.namespace == "draft" for view in views)
         self._slots = [view for view in views if view.layout.addressed_by == "slot"]
-        self._speculative_tokens = speculative_tokens
         self.open: dict[str, _Open] = {}
 
     def execute(self, batch: ExecuteBatch) -> list[RowResult]:
@@ -266,7 +287,7 @@ class TagRunner:
         if start.restored:
             sequence.computed = len(sequence.history) - 1
             expected = bootstrap(number, sequence.computed - 1)
-            if self._drafts and start.bootstrap_hidden != expected:
+            if self._has_drafts and start.bootstrap_hidden != expected:
                 sequence.error = f"bootstrap is {start.bootstrap_hidden!r}, should be {expected!r}"
         self.open[start.request_id] = sequence
 
@@ -289,10 +310,9 @@ class TagRunner:
 
     def _check(self, row: BatchRow, sequence: _Open) -> None:
         why = ""
-        for tensor in self._blocks:
-            why = why or tensor.check(sequence.number, row.block_ids, row.start)
-        for tensor in self._drafts:
-            why = why or tensor.check(sequence.number, row.block_ids, row.start)
+        where = stretches(row.block_ids, self._block_size, 0, row.start)
+        for tensor in self._by_block:
+            why = why or tensor.check(sequence.number, where)
         for tensor in self._slots:
             why = why or tensor.check_state(sequence.number, sequence.start.slot, sequence.live, row.start)
         if why:
@@ -300,8 +320,9 @@ class TagRunner:
 
     def _prefill(self, row: BatchRow, sequence: _Open) -> RowResult:
         end = row.start + len(row.token_ids)
-        for tensor in (*self._blocks, *self._drafts):
-            tensor.write(sequence.number, row.block_ids, row.start, end)
+        where = stretches(row.block_ids, self._block_size, row.start, end)
+        for tensor in self._by_block:
+            tensor.write(sequence.number, where)
         for tensor in self._slots:
             tensor.write_state(sequence.number, sequence.start.slot, row.start, len(row.token_ids), True)
         sequence.computed, sequence.live = end, 0
@@ -309,7 +330,7 @@ class TagRunner:
             return RowResult(request_id=row.request_id, epoch=row.epoch)
         token = next_token(sequence.history, sequence.start.sampling, len(sequence.outputs))
         self._accept(sequence, [token])
-        hidden = bootstrap(sequence.number, end - 1) if self._drafts else b""
+        hidden = bootstrap(sequence.number, end - 1) if self._has_drafts else b""
         return RowResult(
             request_id=row.request_id,
             epoch=row.epoch,
@@ -327,9 +348,11 @@ class TagRunner:
                 next_token(sequence.history + tokens, sequence.start.sampling, len(sequence.outputs) + len(tokens))
             )
         end = row.start + 1 + accepted
-        for tensor in (*self._blocks, *self._drafts):
-            tensor.write(sequence.number, row.block_ids, row.start, end)
-            tensor.spoil(sequence.number, row.block_ids, end, row.start + 1 + drafts)
+        where = stretches(row.block_ids, self._block_size, row.start, end)
+        rejected = stretches(row.block_ids, self._block_size, end, row.start + 1 + drafts)
+        for tensor in self._by_block:
+            tensor.write(sequence.number, where)
+            tensor.spoil(sequence.number, rejected)
         for tensor in self._slots:
             tensor.write_state(sequence.number, sequence.start.slot, row.start, 1 + drafts, False)
         sequence.computed, sequence.live = end, accepted

@@ -103,7 +103,7 @@ class SimulatedWorkerExecutor:
             region_id=region_id,
         )
         region = self._memory.create_region(region_id, region_bytes)
-        self.runner = TagRunner(config.node, tensors, self._memory.view(region_id), speculative_tokens)
+        self.runner = TagRunner(config.node, tensors, self._memory.view(region_id))
         kv = [(t.namespace, t.layer) for t in tensors if t.role == "KEY"]
         self._layers = tuple(kv)
         manifest = Manifest(

@@ -16,7 +16,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the simulated links behave. Rates are probabilities per message between nodes.
 
     ``local_us`` is how long, at most, a message between two actors of one node waits in its receiver's mailbox.
-    ``duplicate``, ``delay`` and ``reorder`` let a message overtake others; ``latency_us`` alone never does.
+    ``duplicate`` and ``delay`` make a message late; ``reorder`` lets the next one of its link pass first, unless none comes
+    within ``reorder_ms``. ``latency_us`` alone never lets one overtake another.
     """
 
     latency_us: tuple[float, float] = (30.0, 300.0)
@@ -24,6 +25,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
+    reorder_ms: float = 100.0
     delay: float = 0.0
     delay_ms: float = 50.0
     detect_ms: float = 5.0  # from a node's death until its peers learn that their links broke
@@ -59,7 +61,7 @@ class Links:
         self.settings = settings
         self._low_ns = int(settings.latency_us[0] * 1e3)
         self._span_ns = settings.latency_us[1] * 1e3 - self._low_ns
-        self._faulty = bool(settings.drop or settings.duplicate or settings.reorder or settings.delay)
+        self._faulty = bool(settings.drop or settings.duplicate or settings.delay)
 
     def due(self, now_ns: int, source: str, target: str, parcel: Any) -> tuple[int, ...]:
         """When ``parcel`` arrives: once as a rule, not at all when it is lost or held, twice when it is duplicated."""
@@ -79,8 +81,6 @@ class Links:
                 return ()
             if settings.delay and chance() < settings.delay:
                 return (due + int(chance() * settings.delay_ms * 1e6),)
-            if settings.reorder and chance() < settings.reorder:
-                return (now_ns + self._low_ns + int(chance() * 4 * self._span_ns),)
             if settings.duplicate and chance() < settings.duplicate:
                 self.duplicated_count += 1
                 due = max(due, self._last_due.get(link, 0))
@@ -91,6 +91,11 @@ class Links:
             due = last
         self._last_due[link] = due
         return (due,)
+
+    def lets_pass(self, source: str, target: str) -> bool:
+        """Whether a message that is about to travel from ``source`` to ``target`` lets the next one pass first."""
+        rate = self.settings.reorder
+        return rate > 0.0 and (source, target) not in self._blocked and self._random.random() < rate
 
     def block(self, source: str, target: str, *, hold: bool = True) -> None:
         """Cut the link from ``source`` to ``target``; ``hold`` keeps what is sent until it heals, else it is lost."""

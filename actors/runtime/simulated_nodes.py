@@ -50,9 +50,9 @@ class SimulatedNode:
         "newest",
         "record_fault",
         "recorder",
+        "running",
         "sent_to",
         "slow_ns",
-        "stalled",
     )
 
     def __init__(self, config: NodeConfig, recorder: Recorder | None) -> None:
@@ -62,7 +62,7 @@ class SimulatedNode:
         self.id_prefix = f"{config.node}#{config.incarnation}."
         self.count = 0
         self.alive = True
-        self.stalled = False
+        self.running = True  # alive and not stalled
         self.slow_ns = 0
         self.backlog: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self.actors: dict[str, SimulatedActor] = {}
@@ -72,6 +72,11 @@ class SimulatedNode:
         self.recorder = recorder
         self.record_fault: FaultRecorder | None = getattr(recorder, "fault", None)
         self.context: SimulatedContext | None = None
+
+    @property
+    def stalled(self) -> bool:
+        """Stopped as by SIGSTOP: alive, but nothing of it runs."""
+        return self.alive and not self.running
 
 
 class SimulatedContext:

@@ -34,6 +34,15 @@ _NAMES: Final = {
 }
 
 
+class _Places(dict[str, tuple[str, str, str]]):
+    """Address → (node, actor, instance)."""
+
+    def __missing__(self, address: str) -> tuple[str, str, str]:
+        node, _, actor = address.partition("/")
+        place = self[address] = (node, actor, node.partition(".")[0])
+        return place
+
+
 class SimulatedPost:
     """One for all nodes of a simulation."""
 
@@ -47,7 +56,8 @@ class SimulatedPost:
         self.stale_count = 0
         self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
         self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
-        self._places: dict[str, tuple[str, str, str]] = {}  # address → (node, actor, instance)
+        self._passed: dict[tuple[str, str], list[tuple[SimulatedNode | None, bytes]]] = {}  # link → lets the next pass
+        self._places = _Places()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -68,9 +78,15 @@ class SimulatedPost:
             epoch=message.epoch if names_epoch else 0,  # type: ignore[attr-defined]
             incarnation=node.incarnation,
         )
-        if simulation.injector is None or kind not in simulation.watched:
+        if simulation.injector is not None and kind in simulation.watched:
+            self._injected(node, envelope)
+        else:
             self._transmit(node, envelope, False)
-            return
+
+    def _injected(self, node: SimulatedNode, envelope: Envelope) -> None:
+        """Send what the injector makes of an envelope."""
+        simulation = self._simulation
+        assert simulation.injector is not None
         deliveries = simulation.injector.on_send(simulation.now_ns, envelope)
         if not node.alive:
             return
@@ -87,16 +103,10 @@ class SimulatedPost:
     def _transmit_late(self, node: SimulatedNode, late: tuple[Envelope, bool]) -> None:
         self._transmit(node, late[0], late[1])
 
-    def _place(self, address: str) -> tuple[str, str, str]:
-        node, _, actor = address.partition("/")
-        place = self._places[address] = (node, actor, node.partition(".")[0])
-        return place
-
     def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool) -> None:
         if type(envelope.message) in _NEWS:
             self._read_news(node, envelope.message)
-        to = envelope.to
-        name, actor_name, _ = self._places.get(to) or self._place(to)
+        name, actor_name, _ = self._places[envelope.to]
         if name == node.name:
             self._deliver_inside(node, actor_name, envelope)
             return
@@ -134,14 +144,28 @@ class SimulatedPost:
         simulation = self._simulation
         target = simulation.nodes.get(name)
         if target is None or not target.alive:
-            if not any(self._place(address)[0] == name for address in self.listeners):
+            if not any(self._places[address][0] == name for address in self.listeners):
                 self._wait(source, name, frame)
                 return 1
             target = None
+        link = (source.name, name)
+        if self._links.lets_pass(*link):
+            self._passed.setdefault(link, []).append((target, frame))
+            latest_ns = simulation.now_ns + int(self._links.settings.reorder_ms * 1e6)
+            simulation.push(latest_ns, None, self._no_longer_wait, link, None)
+            return 1
         dues = self._links.due(simulation.now_ns, source.name, name, (source, frame))
         for due in dues:
             simulation.push(due, None, self._arrive, target, frame)
+        if dues and link in self._passed:
+            for passed in self._passed.pop(link):
+                simulation.push(dues[0], None, self._arrive, *passed)
         return len(dues)
+
+    def _no_longer_wait(self, link: tuple[str, str], _: None) -> None:
+        """Nothing came that could overtake what waits on this link."""
+        for target, frame in self._passed.pop(link, ()):
+            self._arrive(target, frame)
 
     def _wait(self, source: SimulatedNode, name: str, frame: bytes) -> None:
         waiting = self._waiting.setdefault(name, [])
@@ -211,11 +235,11 @@ class SimulatedPost:
         if self._is_stale(node, envelope):
             self.stale_count += 1
             return
-        actor = node.actors.get((self._places.get(to) or self._place(to))[1])
+        actor = node.actors.get(self._places[to][1])
         if actor is None:
             if to in self.listeners:
                 self.listeners[to](simulation.now_ns, envelope)
-        elif actor.free_ns > simulation.now_ns or node.slow_ns or node.stalled:
+        elif actor.free_ns > simulation.now_ns or node.slow_ns or not node.running:
             actor.free_ns = max(actor.free_ns, simulation.now_ns + node.slow_ns)
             simulation.push(actor.free_ns, node, simulation.handle, actor, envelope)
         else:
@@ -223,7 +247,7 @@ class SimulatedPost:
 
     def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
         """Whether it comes from a life that is over, or was on a link when it broke."""
-        source, _, instance = self._places.get(envelope.sender) or self._place(envelope.sender)
+        source, _, instance = self._places[envelope.sender]
         incarnation = envelope.incarnation
         newest = node.newest.get(source, 0)
         if incarnation < newest:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from random import Random
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ START_NS: Final = 1_000_000_000
 
 Factory = Callable[[SimulatedContext], tuple[ActorSpec, ...]]
 StepHook = Callable[["SimulatedActor", Envelope, list[Effect]], None]
+Event = tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]
+"""(due ns, sequence, the life that it belongs to, function, its two arguments)."""
 
 
 class SimulationError(AssertionError):
@@ -75,8 +78,8 @@ class Simulation:
         self.notes: list[tuple[int, str, Note]] = []
         self._notes_max = notes_max
         self._recorder_for = recorder_for
-        self._heap: list[tuple[int, int, SimulatedNode | None, Callable[[Any, Any], None], Any, Any]] = []
-        self._sequence = 0
+        self._heap: list[Event] = []
+        self._sequence = count(1).__next__
         self.office = SimulatedPost(self, self.links, self._link_random)
         self.send_from = self.office.send_from
 
@@ -143,18 +146,26 @@ class Simulation:
             if not heap or heap[0][0] > end_ns:
                 self.now_ns = max(self.now_ns, end_ns) if for_ms < 1e12 else self.now_ns
                 return False
-            due, _sequence, node, function, first, second = heappop(heap)
-            self.now_ns = due
-            if node is not None:
-                if not node.alive:
-                    continue
-                if node.stalled:
+            self.now_ns, _sequence, node, function, first, second = heappop(heap)
+            if node is not None and not node.running:
+                if node.alive:
                     node.backlog.append((function, first, second))
-                    continue
+                continue
             function(first, second)
             if until is not None and until():
                 return True
         raise SimulationError(f"no end after {events_max} events at {self.now_ns} ns")
+
+    def close(self) -> None:
+        """Let go of everything, so that memory is freed at once and not when somebody looks for cycles."""
+        self._heap.clear()
+        self.on_step = self.on_fail = self.on_crash = self.injector = None
+        for node in self.nodes.values():
+            node.actors.clear()
+            node.backlog.clear()
+            node.context = None
+        self.nodes.clear()
+        self.office.listeners.clear()
 
     @property
     def idle(self) -> bool:
@@ -168,7 +179,7 @@ class Simulation:
         node = self.nodes[name]
         if not node.alive:
             return
-        node.alive = False
+        node.alive = node.running = False
         for actor in node.actors.values():
             if actor.executor is not None:
                 actor.executor.close()
@@ -183,12 +194,12 @@ class Simulation:
 
     def stall(self, name: str) -> None:
         """Stop node ``name`` as SIGSTOP does: nothing of it runs until ``resume``."""
-        self.nodes[name].stalled = True
+        self.nodes[name].running = False
 
     def resume(self, name: str) -> None:
         """Let a stalled node go on with what has piled up."""
         node = self.nodes[name]
-        node.stalled = False
+        node.running = node.alive
         backlog, node.backlog = node.backlog, []
         for function, first, second in backlog:
             self.push(self.now_ns, node, function, first, second)
@@ -231,19 +242,18 @@ class Simulation:
         self, due_ns: int, node: SimulatedNode | None, function: Callable[[Any, Any], None], first: Any, second: Any
     ) -> None:
         """Schedule ``function(first, second)`` for a life of a node (None: for the network)."""
-        self._sequence += 1
-        heappush(self._heap, (due_ns, self._sequence, node, function, first, second))
+        heappush(self._heap, (due_ns, self._sequence(), node, function, first, second))
 
     # -- handling -------------------------------------------------------------------------------------------------
 
     def handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
+        """An envelope's turn has come."""
         if self.injector is not None and type(envelope.message) in self.watched:
             node = actor.node
             self.injector.on_handled(self.now_ns, envelope)
-            if not node.alive:
-                return
-            if node.stalled:
-                node.backlog.append((self._step, actor, envelope))
+            if not node.running:
+                if node.alive:
+                    node.backlog.append((self._step, actor, envelope))
                 return
         self._step(actor, envelope)
 
@@ -271,15 +281,13 @@ class Simulation:
     def _carry_out(self, actor: SimulatedActor, effects: list[Effect], parent_id: str) -> None:
         node = actor.node
         for effect in effects:
-            kind = type(effect)
-            if kind is Send:
-                self.send_from(node, actor.address, effect.to, effect.message, parent_id)  # type: ignore[union-attr]
+            if type(effect) is Send:
+                self.send_from(node, actor.address, effect.to, effect.message, parent_id)
             elif isinstance(effect, StartTimer):
-                self._sequence += 1
-                actor.timers[effect.key] = self._sequence
+                token = actor.timers[effect.key] = self._sequence()
                 due = self.now_ns + int(effect.delay_ms * 1e6)
-                timer = (effect, self._sequence, parent_id)
-                heappush(self._heap, (due, self._sequence, node, self._timer_due, actor, timer))
+                timer = (effect, token, parent_id)
+                heappush(self._heap, (due, token, node, self._timer_due, actor, timer))
             elif isinstance(effect, Run):
                 self._run_job(actor, effect.job, parent_id)
             elif isinstance(effect, StopTimer):

@@ -134,7 +134,7 @@ def spoiled(role: str) -> str:
     worker = cluster.actor("d0.r0/worker")
     assert worker is not None
     runner = worker.executor.runner  # type: ignore[union-attr]
-    views: list[TagTensor] = [*runner._blocks, *runner._slots]
+    views: list[TagTensor] = [*runner._by_block, *runner._slots]
     tensor = next(view for view in views if view.layout.role == role)
     layout = tensor.layout
     size = layout.resource_count * layout.resource_stride_bytes

@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from actors.runtime.config import ConfigError
-from scripts.simulate import replay_command, report, simulate
+from scripts.main import main
+from scripts.simulate import replay_command, simulate
 from scripts.trace_commands import stuck_text
 from tests.sim.mutations import planted
 
@@ -29,14 +31,22 @@ def test_no_seed_breaks_an_invariant() -> None:
     assert summary.states["finished"] > summary.requests / 2
 
 
-def test_a_violation_is_reported_with_its_replay_and_a_trace(tmp_path: Path) -> None:
+def test_a_violation_is_reported_with_its_replay_and_a_trace_and_ends_the_command_with_1(tmp_path: Path) -> None:
+    arguments = ["--seeds", "50", "--requests", str(REQUESTS), "--topology", "P2/D1", "--trace-dir", str(tmp_path)]
     with planted("decoded before restored"):
-        lines = list(report(0, 50, REQUESTS, "all", topology="P2/D1", trace_dir=tmp_path, time_limit_s=60.0))
+        result = CliRunner().invoke(main, ["simulate", *arguments])
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
     assert lines[-1].startswith("violation in seed ")
     assert "I6" in lines[-1] or "I2" in lines[-1]
     seed = lines[-1].split()[3].rstrip(":")
     assert f"again: kvferry simulate --seed {seed} --requests {REQUESTS} --faults all --topology P2/D1" in lines
     assert "did not finish" in stuck_text(tmp_path)
+
+
+def test_a_clean_campaign_ends_the_command_with_0() -> None:
+    result = CliRunner().invoke(main, ["simulate", "--seeds", "2", "--requests", "2"])
+    assert (result.exit_code, result.output.split(",")[0]) == (0, "2 runs")
 
 
 def test_an_unknown_kind_of_fault_is_refused_with_the_kinds_there_are() -> None:

@@ -71,6 +71,31 @@ def test_a_link_keeps_the_order_of_its_messages() -> None:
     assert [message for _, _, message in receiver.seen] == [close(number) for number in range(50)]
 
 
+def test_a_reordered_message_arrives_right_after_the_next_one_of_its_link() -> None:
+    simulation = Simulation(3, LinkSettings(reorder=1.0, reorder_ms=7.0))
+    receiver = Scripted()
+    simulation.add_machine("b/x", receiver)
+    simulation.post("a/x", "b/x", close(1))
+    simulation.links.change(LinkSettings())
+    simulation.post("c/x", "b/x", close(2))
+    simulation.run(for_ms=2.0)
+    assert [message for _, _, message in receiver.seen] == [close(2)], "another link does not release it"
+    simulation.post("a/x", "b/x", close(3))
+    simulation.post("a/x", "b/x", close(4))
+    simulation.run()
+    assert [message for _, _, message in receiver.seen[1:]] == [close(3), close(1), close(4)]
+
+
+def test_a_reordered_message_that_nothing_follows_arrives_late() -> None:
+    simulation = Simulation(3, LinkSettings(reorder=1.0, reorder_ms=7.0))
+    receiver = Scripted()
+    simulation.add_machine("b/x", receiver)
+    simulation.post("a/x", "b/x", close(1))
+    began_ns = simulation.now_ns
+    simulation.run()
+    assert [now_ns - began_ns for now_ns, _, _ in receiver.seen] == [7_000_000]
+
+
 def test_reordering_and_duplication_disturb_the_order_only_when_asked_for() -> None:
     simulation = Simulation(3, LinkSettings(reorder=0.5, duplicate=0.3))
     receiver = Scripted()
