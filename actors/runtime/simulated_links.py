@@ -16,8 +16,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the simulated links behave. Rates are probabilities per message between nodes.
 
     ``local_us`` is how long, at most, a message between two actors of one node waits in its receiver's mailbox.
-    ``duplicate`` and ``delay`` make a message late; ``reorder`` lets the next one of its link pass first, unless none comes
-    within ``reorder_ms``. ``latency_us`` alone never lets one overtake another.
+    ``duplicate`` and ``delay`` make a message late; ``reorder`` lets the next one of its link pass first, unless none
+    comes within ``reorder_ms``. ``latency_us`` alone never lets one overtake another.
     """
 
     latency_us: tuple[float, float] = (30.0, 300.0)
