@@ -15,7 +15,7 @@ from actors.scheduler.machine import SchedulerMachine
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging_machine import StagingMachine
-from messages.base import control_address, instance_of, rank_address
+from messages.base import instance_of, rank_address
 from messages.batch import ExecuteBatch
 from messages.envelope import Envelope
 from scripts.simulated_cluster import SimulatedCluster
@@ -29,7 +29,8 @@ class Checks:
         self._cluster = cluster
         cluster.checks = self
         cluster.simulation.on_step = self.on_step
-        self._schedulers: dict[str, SchedulerMachine] = {}  # instance → its live scheduler
+        self._schedulers: dict[str, tuple[SimulatedNode, SchedulerMachine]] = {}  # instance → its newest scheduler
+        self._changes: dict[str, tuple[int, int, int, int]] = {}  # scheduler → its pool's, at the last look
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -38,13 +39,14 @@ class Checks:
         actor = node.actors.get("scheduler")
         if actor is not None:
             assert isinstance(actor.machine, SchedulerMachine)
-            self._schedulers[node.config.instance] = actor.machine
+            self._schedulers[node.config.instance] = (node, actor.machine)
 
     def on_step(self, actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
         """An actor handled a message (I3)."""
         if actor.name == "scheduler":
-            pool = self._schedulers[actor.node.config.instance].pool
-            if pool is not None and not _is_consistent(pool):
+            assert isinstance(actor.machine, SchedulerMachine)
+            pool = actor.machine.pool
+            if pool is not None and self._has_changed(actor.address, pool) and not _is_consistent(pool):
                 try:
                     pool.check()
                 except OwnershipError as error:
@@ -58,9 +60,10 @@ class Checks:
         pool = self._pool(instance_of(node), batch.incarnation)
         if pool is None:
             return
+        owners = pool.blocks._owner
         for row in batch.rows:
             for block in row.block_ids:
-                owner = pool.blocks.owner_of(block)
+                owner = owners.get(block)
                 if owner is None or owner[0] != row.request_id:
                     raise Violation(f"I3: {node} runs {row.request_id} in block {block}, which is {_whose(owner)}")
 
@@ -105,12 +108,20 @@ class Checks:
     def _own(self, node: str) -> tuple[str, int]:
         return instance_of(node), self._cluster.simulation.nodes[node].incarnation
 
+    def _has_changed(self, address: str, pool: CachePool) -> bool:
+        """Whether anything was granted or freed since the last look."""
+        changes = (pool.blocks.changes, pool.slots.changes, len(pool.blocks._owner), len(pool.holdings))
+        if self._changes.get(address) == changes:
+            return False
+        self._changes[address] = changes
+        return True
+
     def _pool(self, instance: str, incarnation: int) -> CachePool | None:
         """The books of that life of an instance; None when its scheduler is dead or of another life."""
-        actor = self._cluster.actor(control_address(instance, "scheduler"))
-        if actor is None or (incarnation >= 0 and actor.node.incarnation != incarnation):
+        node, scheduler = self._schedulers.get(instance, (None, None))
+        if node is None or scheduler is None or not node.alive or node.incarnation != incarnation >= 0:
             return None
-        return self._schedulers[instance].pool
+        return scheduler.pool
 
     def _check_target(
         self,

@@ -7,11 +7,18 @@ are due, and the results of jobs it asked for. So a recorded inbox replays it ex
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from messages.base import Message
+
+
+class TableKey(Enum):
+    """Base of states and events that a machine's table is indexed by: hashed by identity, which costs nothing."""
+
+    __hash__ = object.__hash__
 
 
 class Send(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ class Pool:
         self._what = what
         self._free = list(range(count))
         self._owner: dict[int, Owner] = {}
+        self.changes = 0  # grants and frees so far: who watches the pool looks only when it changed
 
     @property
     def free_count(self) -> int:
@@ -44,6 +45,7 @@ class Pool:
         """``count`` ids, ascending, now owned by ``owner``. Ask first: ``OwnershipError`` when fewer are free."""
         if count > len(self._free):
             raise OwnershipError(f"{owner} wants {count} {self._what}s, {len(self._free)} of {self.count} are free")
+        self.changes += 1
         ids = [heappop(self._free) for _ in range(count)]
         for index in ids:
             if index in self._owner:
@@ -59,6 +61,7 @@ class Pool:
         for index in ids:
             if self._owner.get(index) != owner:
                 raise OwnershipError(f"{owner} frees {self._what} {index}, its owner is {self._owner.get(index)}")
+        self.changes += 1
         for index in ids:
             del self._owner[index]
             heappush(self._free, index)

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final, TypeVar
 
+from actors.runtime.machine import TableKey
+
 
 class IllegalTransition(AssertionError):
     """A machine tried what its table does not allow."""
 
 
-class PrefillState(Enum):
+class PrefillState(TableKey):
     """Where a request stands on its prefill instance."""
 
     QUEUED = "queued"  # holds nothing; will be offered when it is near the head
@@ -32,7 +34,7 @@ class PrefillState(Enum):
     ENDED = "ended"
 
 
-class PrefillEvent(Enum):
+class PrefillEvent(TableKey):
     """What moves it on."""
 
     OFFER = "AddNewRequest sent"
@@ -76,7 +78,7 @@ PREFILL: Final[Mapping[tuple[PrefillState, PrefillEvent], PrefillState]] = {
 }
 
 
-class DecodeState(Enum):
+class DecodeState(TableKey):
     """Where an offer stands on its decode instance."""
 
     WAITING = "waiting for a step"  # an offline request's memory comes free when the step in flight is over
@@ -88,7 +90,7 @@ class DecodeState(Enum):
     ENDED = "ended"
 
 
-class DecodeEvent(Enum):
+class DecodeEvent(TableKey):
     """What moves it on."""
 
     HOLD = "memory granted"

@@ -12,9 +12,12 @@ Whatever does not fit is refused with a text that names the tensor, the values s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from actors.transfer.routes import PlanRefused, Route, Segment, TransferPlan, writes_one_run_per_resource
 from messages.layout import Manifest, Span, TensorLayout
+
+PLANS_REMEMBERED = 256
 
 
 def plan(
@@ -30,6 +33,12 @@ def plan(
     """
     sources = sorted(sources, key=lambda manifest: manifest.rank)
     _check_identity(sources, target, source_incarnation, target_incarnation)
+    return _plan(tuple(sources), target)
+
+
+@lru_cache(maxsize=PLANS_REMEMBERED)
+def _plan(sources: tuple[Manifest, ...], target: Manifest) -> TransferPlan:
+    """The plan itself: pure, so ranks that share a process (tests, simulation) make it once."""
     layouts = [{layout.name: layout for layout in manifest.tensors} for manifest in sources]
     _check_names(sources, target)
     routes: list[Route] = []

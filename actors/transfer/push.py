@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
+from actors.runtime.machine import TableKey
 from actors.transfer.attempts import Attempt, Table
 from actors.transfer.links import PeerLink
 from actors.transfer.routes import Route, TransferPlan
@@ -14,7 +14,7 @@ from messages.transfer import OpenPush
 Layer = tuple[Namespace, int]
 
 
-class PushState(Enum):
+class PushState(TableKey):
     """Where a push stands."""
 
     OPEN = "open"
@@ -22,7 +22,7 @@ class PushState(Enum):
     CLOSING = "closing"
 
 
-class PushEvent(Enum):
+class PushEvent(TableKey):
     """What can happen to a push."""
 
     WRITE_FAILED = "write failed"

@@ -5,22 +5,18 @@ holds are touched. Blocks that lie next to each other on both sides become one r
 blocks is a handful of ranges, and nothing here loops over tokens.
 
 Three places can be addressed: a cache tensor (rows in blocks or in a slot), a staging window (dense rows of one chunk
-or of one slot), and both ends of a copy are lists of ``Strided`` that pair up one to one. Offsets are exact int64.
+or of one slot), and both ends of a copy are lists of ``Strided`` that pair up one to one.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from actors.transfer.routes import Route, TransferPlan
 from messages.layout import TensorLayout
 from transport.dataplane import Strided
-
-Ints = npt.NDArray[np.int64]
 
 GROUPS_CACHED = 512
 """Chunks whose row groups are remembered: those under way, over all requests, both directions."""
@@ -57,13 +53,6 @@ class _Blocks(NamedTuple):
     rows: int
     resource_stride_bytes: int
     row_stride_bytes: int
-
-
-class _Rows(NamedTuple):
-    """Groups of rows: ``first`` is each group's first byte, and rows follow each other ``stride_bytes`` apart."""
-
-    first: Ints
-    stride_bytes: int
 
 
 class _Groups(NamedTuple):
@@ -184,38 +173,47 @@ def _groups(
 
     Equal for all layers and both roles of a chunk, hence cached. No ids: that side is dense.
     """
-    rows = _rows_per_block(tokens, source.rows)
-    one = _in_blocks(source, source_ids, tokens) if source_ids else _one_behind_the_other(rows, source)
-    other = _in_blocks(target, target_ids, tokens) if target_ids else _one_behind_the_other(rows, target)
-    continues = (one.first[1:] == one.first[:-1] + rows[:-1] * one.stride_bytes) & (
-        other.first[1:] == other.first[:-1] + rows[:-1] * other.stride_bytes
-    )
-    heads = np.flatnonzero(np.concatenate(([True], ~continues)))
-    counts = np.add.reduceat(rows, heads)
-    return _Groups(one.first[heads].tolist(), other.first[heads].tolist(), counts.tolist())
+    counts = _rows_per_block(tokens, source.rows)
+    source_first = _in_blocks(source, source_ids, tokens) if source_ids else _dense_rows(source, counts)
+    target_first = _in_blocks(target, target_ids, tokens) if target_ids else _dense_rows(target, counts)
+    groups = _Groups([], [], [])
+    next_at = next_to = -1  # where rows would lie that continue the last group
+    for at, to, count in zip(source_first, target_first, counts, strict=True):
+        if at == next_at and to == next_to:
+            groups.counts[-1] += count
+        else:
+            groups.source_first.append(at)
+            groups.target_first.append(to)
+            groups.counts.append(count)
+        next_at = at + count * source.row_stride_bytes
+        next_to = to + count * target.row_stride_bytes
+    return groups
 
 
-def _rows_per_block(tokens: TokenRange, block_size: int) -> Ints:
+def _rows_per_block(tokens: TokenRange, block_size: int) -> list[int]:
     """How many of the tokens lie in each block they touch, in order."""
-    end = tokens.start + tokens.size
-    first, last = tokens.start // block_size, (end - 1) // block_size
-    edges = np.arange(first, last + 2, dtype=np.int64) * block_size
-    edges[0], edges[-1] = tokens.start, end
-    return np.diff(edges)
+    skipped, end = tokens.start % block_size, tokens.start % block_size + tokens.size
+    blocks = -(-end // block_size)
+    counts = [block_size] * blocks
+    counts[-1] -= blocks * block_size - end
+    counts[0] -= skipped
+    return counts
 
 
-def _in_blocks(blocks: _Blocks, block_ids: tuple[int, ...], tokens: TokenRange) -> _Rows:
-    ids = np.array(block_ids, dtype=np.int64)
-    if ids.min() < 0 or ids.max() >= blocks.resource_count:
-        raise ValueError(f"a block id outside [0, {blocks.resource_count}): {ids.min()} … {ids.max()}")
-    starts = ids * blocks.resource_stride_bytes
-    starts[0] += tokens.start % blocks.rows * blocks.row_stride_bytes
-    return _Rows(starts, blocks.row_stride_bytes)
+def _in_blocks(blocks: _Blocks, ids: tuple[int, ...], tokens: TokenRange) -> list[int]:
+    """The first byte of the tokens' rows in each block."""
+    if min(ids) < 0 or max(ids) >= blocks.resource_count:
+        raise ValueError(f"a block id outside [0, {blocks.resource_count}): {min(ids)} … {max(ids)}")
+    stride = blocks.resource_stride_bytes
+    first = [index * stride for index in ids]
+    first[0] += tokens.start % blocks.rows * blocks.row_stride_bytes
+    return first
 
 
-def _one_behind_the_other(rows: Ints, blocks: _Blocks) -> _Rows:
-    """Dense rows, cut into the same groups as the other side."""
-    return _Rows((np.cumsum(rows) - rows) * blocks.row_stride_bytes, blocks.row_stride_bytes)
+def _dense_rows(blocks: _Blocks, counts: list[int]) -> list[int]:
+    """Where dense rows begin that are cut into the same groups as the other side."""
+    stride = blocks.row_stride_bytes
+    return [rows * stride for rows in accumulate(counts[:-1], initial=0)]
 
 
 def _emit(

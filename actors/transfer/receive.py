@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 
+from actors.runtime.machine import TableKey
 from actors.transfer.attempts import Attempt, Table
 from actors.transfer.jobs import PullJob
 from actors.transfer.links import PeerLink
@@ -22,7 +22,7 @@ JobKey = tuple[str, int, int]
 VERIFY_JOB: JobKey = ("verify", 0, -1)
 
 
-class ReceiveState(Enum):
+class ReceiveState(TableKey):
     """Where an attempt stands on this rank."""
 
     OPENING = "opening"
@@ -35,7 +35,7 @@ class ReceiveState(Enum):
     FREEING = "freeing"
 
 
-class ReceiveEvent(Enum):
+class ReceiveEvent(TableKey):
     """What can happen to an attempt."""
 
     LEASED = "leased"

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 
-from actors.runtime.machine import Effect, Note, Run, Send
+from actors.runtime.machine import Effect, Note, Run, Send, TableKey
 from actors.transfer.attempts import Table
 from actors.transfer.jobs import MergeJob
 from actors.transfer.staging import StagingSpace, cut, range_bytes
@@ -49,7 +48,7 @@ from messages.transfer import (
 )
 
 
-class LeaseState(Enum):
+class LeaseState(TableKey):
     """Where a lease stands."""
 
     GRANTED = "granted"
@@ -60,7 +59,7 @@ class LeaseState(Enum):
     FREE = "free"
 
 
-class LeaseEvent(Enum):
+class LeaseEvent(TableKey):
     """What can happen to a lease."""
 
     PIECE_ARRIVED = "piece arrived"
