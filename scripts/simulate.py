@@ -147,7 +147,6 @@ class Run:
     def _convergence(self) -> None:
         cluster, simulation = self.cluster, self.cluster.simulation
         if cluster.injector is not None:
-            simulation.injector = None
             cluster.injector.heal()
         simulation.heal()
         clients = cluster.clients

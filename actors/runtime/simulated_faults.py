@@ -83,6 +83,8 @@ class ClusterInjector:
     def heal(self) -> None:
         """No rule strikes any more."""
         self._plan = FaultPlan()
+        if self._simulation is not None:
+            self._simulation.injector, self._simulation.watched = None, ()
         self._lives.clear()
 
     def _of(self, node: str) -> tuple[int, NodeInjector, SimulatedActions] | None:

@@ -31,6 +31,10 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     detect_ms: float = 5.0  # from a node's death until its peers learn that their links broke
 
 
+Link = tuple[str, str]
+"""(sending node, receiving node)."""
+
+
 class Links:
     """Latency, order, loss and partitions of every link."""
 
@@ -44,14 +48,15 @@ class Links:
         "_span_ns",
         "dropped_count",
         "duplicated_count",
+        "reorders",
         "settings",
     )
 
     def __init__(self, settings: LinkSettings, random: Random) -> None:
         self._random = random
-        self._last_due: dict[tuple[str, str], int] = {}
-        self._blocked: dict[tuple[str, str], bool] = {}
-        self._held: dict[tuple[str, str], list[Any]] = {}
+        self._last_due: dict[Link, int] = {}
+        self._blocked: dict[Link, bool] = {}
+        self._held: dict[Link, list[tuple[Any, bytes]]] = {}
         self.dropped_count = 0
         self.duplicated_count = 0
         self.change(settings)
@@ -61,14 +66,14 @@ class Links:
         self.settings = settings
         self._low_ns = int(settings.latency_us[0] * 1e3)
         self._span_ns = settings.latency_us[1] * 1e3 - self._low_ns
+        self.reorders = settings.reorder > 0.0
         self._faulty = bool(settings.drop or settings.duplicate or settings.delay)
 
-    def due(self, now_ns: int, source: str, target: str, parcel: Any) -> tuple[int, ...]:
-        """When ``parcel`` arrives: once as a rule, not at all when it is lost or held, twice when it is duplicated."""
-        link = (source, target)
+    def due(self, now_ns: int, link: Link, source: Any, frame: bytes) -> tuple[int, ...]:
+        """When ``frame`` of ``source`` arrives: once as a rule, not at all when lost or held, twice when duplicated."""
         if self._blocked and link in self._blocked:
             if self._blocked[link]:
-                self._held.setdefault(link, []).append(parcel)
+                self._held.setdefault(link, []).append((source, frame))
             else:
                 self.dropped_count += 1
             return ()
@@ -92,21 +97,20 @@ class Links:
         self._last_due[link] = due
         return (due,)
 
-    def lets_pass(self, source: str, target: str) -> bool:
-        """Whether a message that is about to travel from ``source`` to ``target`` lets the next one pass first."""
-        rate = self.settings.reorder
-        return rate > 0.0 and (source, target) not in self._blocked and self._random.random() < rate
+    def lets_pass(self, link: Link) -> bool:
+        """Whether a message that is about to travel by ``link`` lets the next one pass first."""
+        return link not in self._blocked and self._random.random() < self.settings.reorder
 
     def block(self, source: str, target: str, *, hold: bool = True) -> None:
         """Cut the link from ``source`` to ``target``; ``hold`` keeps what is sent until it heals, else it is lost."""
         self._blocked[(source, target)] = hold
 
-    def unblock(self, source: str, target: str) -> list[Any]:
-        """Mend one link; returns the parcels that were held back, in order."""
+    def unblock(self, source: str, target: str) -> list[tuple[Any, bytes]]:
+        """Mend one link; returns (source, frame) of what was held back, in order."""
         self._blocked.pop((source, target), None)
         return self._held.pop((source, target), [])
 
-    def blocked(self) -> list[tuple[str, str]]:
+    def blocked(self) -> list[Link]:
         """The links that are cut, in the order in which they were."""
         return list(self._blocked)
 

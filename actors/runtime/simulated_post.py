@@ -9,6 +9,7 @@ known to be over are dropped, and so is what was on its way when a link broke.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappush
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -78,7 +79,7 @@ class SimulatedPost:
             epoch=message.epoch if names_epoch else 0,  # type: ignore[attr-defined]
             incarnation=node.incarnation,
         )
-        if simulation.injector is not None and kind in simulation.watched:
+        if kind in simulation.watched:
             self._injected(node, envelope)
         else:
             self._transmit(node, envelope, False)
@@ -86,7 +87,9 @@ class SimulatedPost:
     def _injected(self, node: SimulatedNode, envelope: Envelope) -> None:
         """Send what the injector makes of an envelope."""
         simulation = self._simulation
-        assert simulation.injector is not None
+        if simulation.injector is None:
+            self._transmit(node, envelope, False)
+            return
         deliveries = simulation.injector.on_send(simulation.now_ns, envelope)
         if not node.alive:
             return
@@ -133,7 +136,7 @@ class SimulatedPost:
             if due < actor.free_ns:
                 due = actor.free_ns
             actor.free_ns = due
-            simulation.push(due, node, simulation.handle, actor, envelope)
+            heappush(simulation.heap, (due, simulation.next_number(), node, simulation.handle, actor, envelope))
         elif envelope.to in self.listeners:
             self.listeners[envelope.to](simulation.now_ns, envelope)
 
@@ -149,15 +152,15 @@ class SimulatedPost:
                 return 1
             target = None
         link = (source.name, name)
-        if self._links.lets_pass(*link):
+        if self._links.reorders and self._links.lets_pass(link):
             self._passed.setdefault(link, []).append((target, frame))
             latest_ns = simulation.now_ns + int(self._links.settings.reorder_ms * 1e6)
             simulation.push(latest_ns, None, self._no_longer_wait, link, None)
             return 1
-        dues = self._links.due(simulation.now_ns, source.name, name, (source, frame))
+        dues = self._links.due(simulation.now_ns, link, source, frame)
         for due in dues:
-            simulation.push(due, None, self._arrive, target, frame)
-        if dues and link in self._passed:
+            heappush(simulation.heap, (due, simulation.next_number(), None, self._arrive, target, frame))
+        if self._passed and dues and link in self._passed:
             for passed in self._passed.pop(link):
                 simulation.push(dues[0], None, self._arrive, *passed)
         return len(dues)
@@ -232,7 +235,11 @@ class SimulatedPost:
             return
         if type(envelope.message) in _NEWS:
             self._read_news(node, envelope.message)
-        if self._is_stale(node, envelope):
+        source, _, instance = self._places[envelope.sender]
+        incarnation = envelope.incarnation
+        if (incarnation != node.newest.get(source) or node.dead or self._broken_at) and self._is_stale(
+            node, envelope, source, instance
+        ):
             self.stale_count += 1
             return
         actor = node.actors.get(self._places[to][1])
@@ -245,9 +252,8 @@ class SimulatedPost:
         else:
             simulation.handle(actor, envelope)
 
-    def _is_stale(self, node: SimulatedNode, envelope: Envelope) -> bool:
+    def _is_stale(self, node: SimulatedNode, envelope: Envelope, source: str, instance: str) -> bool:
         """Whether it comes from a life that is over, or was on a link when it broke."""
-        source, _, instance = self._places[envelope.sender]
         incarnation = envelope.incarnation
         newest = node.newest.get(source, 0)
         if incarnation < newest:

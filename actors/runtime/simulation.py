@@ -71,15 +71,16 @@ class Simulation:
         self.injector = injector
         self.on_step = on_step
         self.on_fail = on_fail
-        self.watched: Collection[type[Message]] = MESSAGE_TYPES  # types that the injector wants to see
+        self.watched: Collection[type[Message]] = MESSAGE_TYPES if injector is not None else ()
+        """Types that the injector wants to see."""
         self.on_crash: Callable[[SimulatedNode], None] | None = None
         self.nodes: dict[str, SimulatedNode] = {}
         self.step_count = 0
         self.notes: list[tuple[int, str, Note]] = []
         self._notes_max = notes_max
         self._recorder_for = recorder_for
-        self._heap: list[Event] = []
-        self._sequence = count(1).__next__
+        self.heap: list[Event] = []
+        self.next_number = count(1).__next__
         self.office = SimulatedPost(self, self.links, self._link_random)
         self.send_from = self.office.send_from
 
@@ -140,7 +141,7 @@ class Simulation:
 
         Returns whether ``until()`` held (False without one). ``until`` is asked after every event.
         """
-        heap = self._heap
+        heap = self.heap
         end_ns = self.now_ns + int(for_ms * 1e6)
         for _ in range(events_max):
             if not heap or heap[0][0] > end_ns:
@@ -158,7 +159,7 @@ class Simulation:
 
     def close(self) -> None:
         """Let go of everything, so that memory is freed at once and not when somebody looks for cycles."""
-        self._heap.clear()
+        self.heap.clear()
         self.on_step = self.on_fail = self.on_crash = self.injector = None
         for node in self.nodes.values():
             node.actors.clear()
@@ -170,7 +171,7 @@ class Simulation:
     @property
     def idle(self) -> bool:
         """Nothing is scheduled."""
-        return not self._heap
+        return not self.heap
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
@@ -242,13 +243,13 @@ class Simulation:
         self, due_ns: int, node: SimulatedNode | None, function: Callable[[Any, Any], None], first: Any, second: Any
     ) -> None:
         """Schedule ``function(first, second)`` for a life of a node (None: for the network)."""
-        heappush(self._heap, (due_ns, self._sequence(), node, function, first, second))
+        heappush(self.heap, (due_ns, self.next_number(), node, function, first, second))
 
     # -- handling -------------------------------------------------------------------------------------------------
 
     def handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
         """An envelope's turn has come."""
-        if self.injector is not None and type(envelope.message) in self.watched:
+        if type(envelope.message) in self.watched and self.injector is not None:
             node = actor.node
             self.injector.on_handled(self.now_ns, envelope)
             if not node.running:
@@ -284,10 +285,10 @@ class Simulation:
             if type(effect) is Send:
                 self.send_from(node, actor.address, effect.to, effect.message, parent_id)
             elif isinstance(effect, StartTimer):
-                token = actor.timers[effect.key] = self._sequence()
+                token = actor.timers[effect.key] = self.next_number()
                 due = self.now_ns + int(effect.delay_ms * 1e6)
                 timer = (effect, token, parent_id)
-                heappush(self._heap, (due, token, node, self._timer_due, actor, timer))
+                heappush(self.heap, (due, token, node, self._timer_due, actor, timer))
             elif isinstance(effect, Run):
                 self._run_job(actor, effect.job, parent_id)
             elif isinstance(effect, StopTimer):
