@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
 from actors.runtime.config import NodeConfig
@@ -114,7 +113,7 @@ class SimulatedContext:
         """Run ``function`` after ``delay_ms`` of virtual time, unless this life has ended by then."""
         simulation, node = self.simulation, self.node
         due = simulation.now_ns + int(delay_ms * 1e6) + node.slow_ns
-        heappush(simulation.heap, (due, simulation.next_number(), node, call_function, function, None))
+        simulation.push(due, node, call_function, function, None)
 
 
 def call_function(function: Callable[[], None], _: None) -> None:
