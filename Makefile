@@ -4,7 +4,9 @@ BIN := .venv/bin
 
 .PHONY: demo test check fix clean
 
-.venv/ready: setup.cfg constraints.txt
+KERNELS := actors/worker/model/kernels.c
+
+.venv/ready: setup.cfg setup.py constraints.txt $(KERNELS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
 	touch $@
@@ -26,4 +28,4 @@ fix: .venv/ready  ## let ruff edit what it can
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build actors/worker/model/_kernels*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

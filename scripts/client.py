@@ -21,7 +21,7 @@ class RequestError(RuntimeError):
         self.text = text
 
 
-def _error_text(body: bytes) -> str:
+def error_text(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -38,7 +38,7 @@ async def complete(client: httpx.AsyncClient, payload: dict[str, Any]) -> dict[s
     """One ``/v1/completions`` call, not streamed. Raises ``RequestError``."""
     response = await client.post("/v1/completions", json=payload)
     if response.status_code != 200:
-        raise RequestError(response.status_code, _error_text(response.content))
+        raise RequestError(response.status_code, error_text(response.content))
     body: dict[str, Any] = response.json()
     return body
 
@@ -47,7 +47,7 @@ async def stream(client: httpx.AsyncClient, payload: dict[str, Any]) -> AsyncIte
     """The events of one streamed ``/v1/completions`` call. Raises ``RequestError``, also for an error in the stream."""
     async with client.stream("POST", "/v1/completions", json=payload | {"stream": True}) as response:
         if response.status_code != 200:
-            raise RequestError(response.status_code, _error_text(await response.aread()))
+            raise RequestError(response.status_code, error_text(await response.aread()))
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue

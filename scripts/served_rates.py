@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from urllib.parse import urlsplit
 
-import httpx
+import msgspec
 
 from actors.runtime.config import Options
-from scripts.client import open_client, stream
+from scripts.client import RequestError, error_text
 from scripts.cluster import Cluster
 from scripts.rates import Rates
 
@@ -48,22 +49,36 @@ class ServedRates:
     async def _stream_all(
         self, prompts: Sequence[Sequence[int]], output_tokens: int
     ) -> list[list[tuple[float, list[int]]]]:
-        async with open_client(self._cluster.url) as client:
-            return list(await asyncio.gather(*(self._one(client, prompt, output_tokens) for prompt in prompts)))
+        return list(await asyncio.gather(*(self._one(prompt, output_tokens) for prompt in prompts)))
 
-    async def _one(
-        self, client: httpx.AsyncClient, prompt: Sequence[int], output_tokens: int
-    ) -> list[tuple[float, list[int]]]:
+    async def _one(self, prompt: Sequence[int], output_tokens: int) -> list[tuple[float, list[int]]]:
+        """One stream, read line by line from the socket: this client shares the cores with what it measures, and a
+        client library would take as much of them per token as the whole way from the ranks to here."""
         payload = {
             "prompt": list(prompt),
             "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            "stream": True,
         }
+        body = msgspec.json.encode(payload)
+        url = urlsplit(self._cluster.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = int((await reader.readline()).split()[1])
         arrived = []
-        async for event in stream(client, payload):
+        while line := await reader.readline():
+            if status != 200 or not line.startswith(b"data: {"):
+                if status != 200 and line.startswith(b"{"):
+                    raise RequestError(status, error_text(line))
+                continue
+            event = msgspec.json.decode(line[6:])
+            if "error" in event:
+                raise RequestError(int(event["error"].get("code") or 500), str(event["error"]["message"]))
             ids = event["choices"][0].get("token_ids") if event["choices"] else None
             if ids:
                 arrived.append((time.perf_counter(), ids))
+        writer.close()
         return arrived

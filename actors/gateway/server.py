@@ -40,7 +40,7 @@ class HttpServer:
         """Serve ``app`` on a thread of its own."""
         config = uvicorn.Config(
             app,
-            loop="asyncio",
+            loop="auto",
             ws="none",
             lifespan="off",
             log_level="warning",

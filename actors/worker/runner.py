@@ -98,11 +98,11 @@ class ModelRunner:
             self._mirror = HostMirror(self._caches, host)
         self._model = RankModel(config, weights, self._caches, collective, target)
         group = config.attention_heads // max(config.kv_heads, settings.tp_size)
-        self._geometry = self._plan_geometry(group, recurrent=True)
+        self._geometry = self._plan_geometry(group)
         draft_group = config.attention_heads // config.kv_heads if settings.draft_replicated else group
         self._drafter: Drafter | None = None
         if self._model.has_draft:
-            geometry = self._plan_geometry(draft_group, recurrent=False)
+            geometry = self._plan_geometry(draft_group)
             self._drafter = Drafter(self._model, geometry, settings.speculative_tokens)
         self.sequences = SequenceTable(
             vocab_size=config.vocab_size,
@@ -342,7 +342,7 @@ class ModelRunner:
             bootstrap_dtype=self.plan.geometry.cache_dtype if work.bootstrap else "",
         )
 
-    def _plan_geometry(self, group: int, *, recurrent: bool) -> PlanGeometry:
+    def _plan_geometry(self, group: int) -> PlanGeometry:
         return PlanGeometry(
             block_size=self.plan.settings.block_size,
             conv_kernel=self.plan.config.conv_kernel,
@@ -351,7 +351,6 @@ class ModelRunner:
             group=group,
             device=self._device.torch_device,
             dtype=self._dtype,
-            recurrent=recurrent,
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:

@@ -84,14 +84,15 @@ def _convolve_decode(packed: torch.Tensor, kernel: torch.Tensor, cache: DeltaCac
     """[rows · width, C], before the activation."""
     taps, channels = kernel.shape
     fresh = packed.reshape(part.rows, part.width, channels)
-    if part.in_place is not None:
-        state = cache.conv.view(-1, taps - 1, channels)[part.in_place[0] : part.in_place[1]]
+    states = part.states
+    if states.in_place is not None:
+        state = cache.conv.view(-1, taps - 1, channels)[states.in_place[0] : states.in_place[1]]
         window = torch.cat((state, fresh), 1)
         state.copy_(window[:, 1:])
         return (window * kernel).sum(1)
-    state = cache.conv.index_select(0, part.conv_read).view(part.rows, taps - 1, channels)
+    state = cache.conv.index_select(0, states.conv_read).view(part.rows, taps - 1, channels)
     window = torch.cat((state, fresh), 1)
-    cache.conv.index_copy_(0, part.conv_write, window[:, 1:].reshape(-1, channels))
+    cache.conv.index_copy_(0, states.conv_write, window[:, 1:].reshape(-1, channels))
     if part.width == 1:
         return (window * kernel).sum(1)
     output = window[:, : part.width] * kernel[0]
@@ -135,21 +136,22 @@ def _decode(
     if value_heads != key_heads:
         heads = heads.expand(-1, -1, -1, -1, value_heads // key_heads, -1)
     heads = heads.reshape(rows, width, 2, value_heads, key_dim)
-    if part.in_place is not None:
-        state = cache.ssm[part.in_place[0] : part.in_place[1]]
+    states = part.states
+    if states.in_place is not None:
+        state = cache.ssm[states.in_place[0] : states.in_place[1]]
     else:
-        state = cache.ssm.index_select(0, part.ssm_read)
+        state = cache.ssm.index_select(0, states.ssm_read)
     if width == 1:
         query, key = heads[:, 0].unbind(1)
         mixed = delta_rule.recurrent_step(query, key, values, decay.exp_().unsqueeze(-1), beta.unsqueeze(-1), state)
-        if part.in_place is None:
-            cache.ssm.index_copy_(0, part.ssm_write, state)
+        if states.in_place is None:
+            cache.ssm.index_copy_(0, states.ssm_write, state)
         return mixed
     slots = None
-    if part.neighbours is not None:
-        first, last = part.neighbours
+    if states.neighbours is not None:
+        first, last = states.neighbours
         slots = cache.ssm.view(-1, part.checkpoints, *cache.ssm.shape[1:])[first:last]
-    targets = part.ssm_write.view(rows, width).t()
+    targets = states.ssm_write.view(rows, width).t()
     steps = zip(
         heads.unbind(1),
         values.reshape(rows, width, value_heads, value_dim).unbind(1),

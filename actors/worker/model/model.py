@@ -11,6 +11,7 @@ from actors.worker.collectives import Collective
 from actors.worker.model.attention import AttentionShape, attention
 from actors.worker.model.config import ModelConfig
 from actors.worker.model.delta import DeltaShape, delta_net
+from actors.worker.model.fused import FusedLayer, FusedStep, Scratch, fuse, fused_step
 from actors.worker.model.ops import rms_norm, swiglu
 from actors.worker.model.plan import StepPlan
 from actors.worker.model.weights import AttentionWeights, LayerWeights, ModelWeights, vocab_range
@@ -38,6 +39,10 @@ class RankModel:
         self._delta_shape = DeltaShape(config.linear_key_dim, config.linear_value_dim, config.norm_eps, device)
         self._shape = AttentionShape(config.head_dim, config.rotary_dim, config.rope_theta, config.norm_eps, device)
         ranges = [vocab_range(config.vocab_size, collective.size, rank) for rank in range(collective.size)]
+        scratch = Scratch()
+        self._fused = fuse(config, weights.layers, caches.layers, caches, scratch)
+        draft = () if weights.draft is None or not caches.draft else (weights.draft.layer,)
+        self._fused_draft = fuse(config, draft, caches.draft[: len(draft)], caches, scratch)
         self._vocab_widths = [last - first for first, last in ranges]
 
     @property
@@ -49,8 +54,12 @@ class RankModel:
         """Final hidden states [N, hidden] (after the last norm) of ``tokens`` [N]; advances the caches."""
         x = self._embed(tokens)
         rotations = self._shape.rotations(plan.positions)
+        step = fused_step(plan, rotations) if self._fused else None
         for index, (layer, cache) in enumerate(zip(self._weights.layers, self._caches.layers, strict=True)):
-            x = self._layer(x, layer, cache, plan, rotations, reduces=True)
+            if step is not None:
+                x = self._fused_layer(x, self._fused[index], step, reduces=True)
+            else:
+                x = self._layer(x, layer, cache, plan, rotations, reduces=True)
             if layer_done is not None and isinstance(cache, KVCache):
                 layer_done(index)
         return rms_norm(x, self._weights.norm, self._eps)
@@ -68,7 +77,11 @@ class RankModel:
         if not draft.replicated:
             x = self.collective.all_reduce(x)
         rotations = self._shape.rotations(plan.positions)
-        x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, reduces=not draft.replicated)
+        step = fused_step(plan, rotations) if self._fused_draft else None
+        if step is not None:
+            x = self._fused_layer(x, self._fused_draft[0], step, reduces=not draft.replicated)
+        else:
+            x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, reduces=not draft.replicated)
         return rms_norm(x, draft.norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,6 +97,12 @@ class RankModel:
         outside = (local < 0) | (local >= weight.shape[0])
         rows = weight.index_select(0, local.masked_fill(outside, 0))
         return self.collective.all_reduce(rows.masked_fill_(outside.unsqueeze(-1), 0.0))
+
+    def _fused_layer(self, x: torch.Tensor, layer: FusedLayer, step: FusedStep, *, reduces: bool) -> torch.Tensor:
+        mixed = layer.mix(x, step)
+        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
+        out = layer.mlp(x, step)
+        return x.add_(self.collective.all_reduce(out) if reduces else out)
 
     def _layer(
         self,

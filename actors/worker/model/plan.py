@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -47,25 +48,47 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True)
-class DecodePart:
-    """``rows`` sequences times ``width`` tokens at the front of the flat batch.
+class StateIndices:
+    """Where a decode part's recurrent states lie.
 
     ``conv_read`` [rows · (K-1)], ``conv_write`` [rows · (K-2+width)]: rows of the flat CONV cache.
     ``ssm_read`` [rows]; ``ssm_write`` [rows · width]: the checkpoint after each token.
-    ``checkpoints``: SSM rows per slot. ``neighbours``: (first, last + 1) of the slots when they lie next to each other.
+    ``neighbours``: (first, last + 1) of the slots when they lie next to each other.
     ``in_place``: the same when states are also updated where they lie, one token on; the indices are empty then.
     """
 
-    rows: int
-    width: int
-    checkpoints: int
-    groups: tuple[AttentionGroup, ...]
     conv_read: torch.Tensor
     conv_write: torch.Tensor
     ssm_read: torch.Tensor
     ssm_write: torch.Tensor
     neighbours: tuple[int, int] | None
     in_place: tuple[int, int] | None
+
+
+class DecodePart:
+    """``rows`` sequences times ``width`` tokens at the front of the flat batch.
+
+    Indices are made when a layer first asks for them: the compiled kernels need none of them. ``checkpoints``: SSM rows
+    per slot.
+    """
+
+    def __init__(self, geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> None:
+        self.specs = tuple(specs)
+        self.rows = len(self.specs)
+        self.width = width
+        self.checkpoints = geometry.checkpoints
+        self.block_size = geometry.block_size
+        self._geometry = geometry
+
+    @cached_property
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """The attention calls that cover all rows."""
+        return _attention_groups(self._geometry, self.specs, self.width)
+
+    @cached_property
+    def states(self) -> StateIndices:
+        """Of every row, in order."""
+        return _state_indices(self._geometry, self.specs, self.width)
 
 
 @dataclass(frozen=True)
@@ -111,7 +134,6 @@ class PlanGeometry:
     group: int
     device: torch.device
     dtype: torch.dtype
-    recurrent: bool = True  # False for the draft, which has attention only: no CONV and SSM indices
 
 
 def plan_step(
@@ -142,7 +164,7 @@ def plan_step(
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         kv_write=torch.tensor(kv_write, dtype=torch.int64, device=device),
         kv_tokens=None if all_written else torch.tensor(kv_tokens, dtype=torch.int64, device=device),
-        decode=_decode_part(geometry, decode, width) if decode else None,
+        decode=DecodePart(geometry, decode, width) if decode else None,
         prefills=tuple(parts),
     )
 
@@ -177,14 +199,13 @@ def _prefill_part(geometry: PlanGeometry, spec: RowSpec, begin: int) -> PrefillP
     )
 
 
-def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> DecodePart:
+def _state_indices(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -> StateIndices:
     device = geometry.device
-    groups = _attention_groups(geometry, specs, width)
     neighbours = _neighbours(specs)
     in_place = neighbours if width == 1 and geometry.checkpoints == 1 else None
-    if in_place is not None or not geometry.recurrent:
+    if in_place is not None:
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return DecodePart(len(specs), width, geometry.checkpoints, groups, none, none, none, none, neighbours, in_place)
+        return StateIndices(none, none, none, none, neighbours, in_place)
     slots = torch.tensor([spec.slot for spec in specs], dtype=torch.int64, device=device)
     live = torch.tensor([spec.live for spec in specs], dtype=torch.int64, device=device)
     window = geometry.conv_kernel - 1
@@ -192,11 +213,7 @@ def _decode_part(geometry: PlanGeometry, specs: Sequence[RowSpec], width: int) -
     conv_read = (conv_base + live)[:, None] + torch.arange(window, device=device)
     conv_write = conv_base[:, None] + torch.arange(window + width - 1, device=device)
     ssm_base = slots * geometry.checkpoints
-    return DecodePart(
-        rows=len(specs),
-        width=width,
-        checkpoints=geometry.checkpoints,
-        groups=groups,
+    return StateIndices(
         conv_read=conv_read.flatten(),
         conv_write=conv_write.flatten(),
         ssm_read=ssm_base + live,

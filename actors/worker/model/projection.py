@@ -1,9 +1,11 @@
 """Matrix products with a weight, in the layouts that make them fast on the device at hand.
 
-On the CPU decoding is bound by reading weights, and the plain product of a few rows with a row-major matrix reads them
-two to three times slower than memory allows (measured, AVX2: 2 to 8 rows of a 2048 x 512 float32 product took 1.1 to
-1.3 ms plain, 0.6 to 0.8 ms blocked; one row 0.42 ms plain, 0.26 ms with the longer side contiguous). So a weight is
-kept blocked for oneDNN, and, while the model is small enough to afford it, once more for single rows.
+On the CPU decoding is bound by reading weights, and torch's product of a few rows with a row-major matrix reads them
+two to three times slower than memory allows. The compiled kernels (see ``kernels.py``) read them as fast as it does,
+for up to ``ROWS_MAX`` rows; larger batches are bound by arithmetic, for which a second layout, blocked for oneDNN, is
+kept while the model is small enough to afford it. Where the kernels were not built, the blocked layout is the main
+one (measured, AVX2: 2 to 8 rows of a 2048 x 512 float32 product took 1.1 to 1.3 ms plain, 0.6 to 0.8 ms blocked; one
+row 0.42 ms plain, 0.26 ms with the longer side contiguous).
 """
 
 from __future__ import annotations
@@ -13,39 +15,49 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from actors.worker.model import kernels
+
 BLOCKING_ROWS = 8
 """Batch rows that the blocked layout is made for; it is good from 2 to hundreds of rows."""
 
 
 class Projection:
-    """``x @ weight.T`` for ``x`` [N, in]; ``weight`` [out, in] is consumed."""
+    """``x @ weight.T`` for ``x`` [N, in]; ``weight`` [out, in] is consumed. ``plain``: it, while it is kept."""
 
-    def __init__(self, weight: torch.Tensor, *, single_row_copy: bool = True) -> None:
-        """``single_row_copy``: keep a second layout on the CPU, for products with one row."""
+    def __init__(self, weight: torch.Tensor, *, two_layouts: bool = True) -> None:
+        """``two_layouts``: keep a second layout on the CPU, so that few and many rows are both fast."""
         self.out_features, self.in_features = weight.shape
-        self._plain: torch.Tensor | None = weight
+        self.plain: torch.Tensor | None = weight.contiguous()
         self._blocked: Any = None
         self._transposed: torch.Tensor | None = None
+        self._kernels = None
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return
+        self._kernels = kernels.library()
+        if self._kernels is not None:
+            self._blocked = _blocked(weight) if two_layouts else None
             return
         self._blocked = _blocked(weight)
         if self._blocked is None:
             return
-        if not single_row_copy:
-            self._plain = None
+        if not two_layouts:
+            self.plain = None
         elif self.out_features > self.in_features:
-            self._plain, self._transposed = None, weight.t().contiguous()
+            self.plain, self._transposed = None, weight.t().contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] → [N, out]."""
+        if self._kernels is not None and x.shape[0] <= kernels.ROWS_MAX:
+            assert self.plain is not None
+            return kernels.linear(self._kernels, x, self.plain)
         if self._blocked is None:
-            assert self._plain is not None
-            return F.linear(x, self._plain)
+            assert self.plain is not None
+            return F.linear(x, self.plain)
         if x.shape[0] == 1:
             if self._transposed is not None:
                 return torch.mm(x, self._transposed)
-            if self._plain is not None:
-                return F.linear(x, self._plain)
+            if self.plain is not None:
+                return F.linear(x, self.plain)
         product: torch.Tensor = _multiply_blocked(x, self._blocked, None, "none", [], "")
         return product
 

@@ -24,7 +24,7 @@ from actors.worker.model.checkpoint import Checkpoint, Range
 from actors.worker.model.config import ModelConfig
 from actors.worker.model.projection import Projection
 
-SINGLE_ROW_COPY_BYTES_MAX = 1 << 30
+TWO_LAYOUTS_BYTES_MAX = 1 << 30
 """A rank whose weights take more keeps one layout of each only (see ``projection.py``)."""
 
 Progress = Callable[[int, int], None]
@@ -143,11 +143,11 @@ class _Loader:
         self._tp_size, self._rank = tp_size, rank
         self._dtype, self._device = dtype, device
         self._folds = dtype == torch.float32
-        self._single_row_copy = checkpoint.element_count * dtype.itemsize // tp_size <= SINGLE_ROW_COPY_BYTES_MAX
+        self._two_layouts = checkpoint.element_count * dtype.itemsize // tp_size <= TWO_LAYOUTS_BYTES_MAX
 
     def _project(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Projection:
         """A projection of inputs that ``scale`` [in] still has to multiply."""
-        return Projection(weight if scale is None else weight * scale, single_row_copy=self._single_row_copy)
+        return Projection(weight if scale is None else weight * scale, two_layouts=self._two_layouts)
 
     def whole(self, layers: tuple[LayerWeights, ...], draft: DraftWeights | None) -> ModelWeights:
         config = self._config

@@ -1,0 +1,51 @@
+"""The compiled kernels (``kernels.c``) for few tokens in float32 on the CPU: where they are, and when they can be used.
+
+Without them (another processor, no compiler when the package was installed) everything takes the torch path, which
+computes the same. A call releases the interpreter lock and uses torch's thread count and, where both link the same
+OpenMP library, its threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+ROWS_MAX: Final = 24
+"""Beyond so many rows a product is bound by arithmetic, and oneDNN's blocked products are faster (measured, AVX2)."""
+STEP_TOKENS_MAX: Final = 64
+"""A whole decode step gains beyond that: what the layers do between products is a few kernels instead of dozens."""
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, if they were built and this processor can run them; None otherwise."""
+    built = sorted(Path(__file__).parent.glob("_kernels*.so"))
+    if not built or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    try:
+        kernels = ctypes.CDLL(str(built[0]))
+    except OSError:  # built for another system
+        return None
+    kernels.kvferry_linear.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT]
+    kernels.kvferry_linear.restype = None
+    for half in ("mlp", "attention", "delta"):
+        run, scratch = getattr(kernels, f"kvferry_{half}"), getattr(kernels, f"kvferry_{half}_scratch")
+        run.argtypes, run.restype = [POINTER, POINTER, POINTER, POINTER], None
+        scratch.argtypes, scratch.restype = [POINTER, POINTER], INT
+    return kernels
+
+
+def linear(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` for ``x`` [N, in] and ``weight`` [out, in] contiguous, both float32 on the CPU."""
+    x = x.contiguous()
+    tokens, out = x.shape[0], weight.shape[0]
+    product = torch.empty(tokens, out)
+    threads = torch.get_num_threads()
+    kernels.kvferry_linear(x.data_ptr(), weight.data_ptr(), product.data_ptr(), tokens, x.shape[1], out, threads)
+    return product

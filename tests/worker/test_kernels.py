@@ -1,0 +1,105 @@
+"""The compiled kernels compute what the torch path computes, and everything runs without them."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.worker.model import kernels
+from messages.requests import SamplingParams
+from tests.worker.harness import TINY, LocalEngine, Reference, prompts_of, tiny_checkpoint
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+LENGTHS = (1, 5, 17, 40, 70)
+SHAPES = {
+    "as the tests' model": TINY,
+    "no size a multiple of the vector's": replace(
+        TINY, hidden_size=52, intermediate_size=90, head_dim=24, linear_key_dim=12, linear_value_dim=20, vocab_size=317
+    ),
+    "one KV head, one key head": replace(TINY, kv_heads=1, linear_key_heads=1, linear_value_heads=2),
+    "a long convolution": replace(TINY, conv_kernel=6),
+}
+
+
+def needs_kernels() -> None:
+    if kernels.library() is None:
+        pytest.fail("the kernels are not built: pip install -e . (or python setup.py build_ext --inplace)")
+
+
+builds_here = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
+built = pytest.mark.skipif(not builds_here, reason="no C compiler for x86-64 Linux: the kernels are optional")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+
+
+@built
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_product_equals_torch_for_any_number_of_rows_and_any_sizes(threads: int) -> None:
+    needs_kernels()
+    library = kernels.library()
+    assert library is not None
+    torch.set_num_threads(threads)
+    for tokens in range(1, kernels.ROWS_MAX + 2):
+        for inputs, outputs in ((1, 1), (7, 5), (16, 4), (33, 130), (512, 66)):
+            x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+            ours = kernels.linear(library, x, weight)
+            torch.testing.assert_close(ours, x @ weight.t(), atol=1e-4, rtol=1e-5)
+
+
+@built
+def test_a_value_that_is_not_finite_shows_in_its_own_row_only() -> None:
+    needs_kernels()
+    library = kernels.library()
+    assert library is not None
+    x, weight = torch.randn(8, 40), torch.randn(24, 40)
+    x[3, 7] = float("nan")
+    product = kernels.linear(library, x, weight)
+    assert torch.isnan(product[3]).all() and torch.isfinite(product[[0, 1, 2, 4, 5, 6, 7]]).all()
+
+
+def _run(model_dir: Path, tp_size: int, depth: int) -> tuple[list[list[int]], list[torch.Tensor], int]:
+    """Tokens, every rank's caches, and how many steps drafted more than one width at once."""
+    with LocalEngine(model_dir, tp_size, speculative_tokens=depth) as engine:
+        results = engine.generate(prompts_of(LENGTHS, 300), GREEDY, arrivals=(0, 0, 0, 2, 3))
+        regions = [torch.frombuffer(region, dtype=torch.float32).clone() for region in engine.regions]
+        return [result.token_ids for result in results], regions, sum(result.accepted for result in results)
+
+
+@built
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_tokens_and_caches_equal_the_torch_path(
+    shape: str, tp_size: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_kernels()
+    if tp_size == 2 and SHAPES[shape].linear_key_heads == 1:
+        tp_size = 1
+    model_dir = tiny_checkpoint(tmp_path / "model", sizes=SHAPES[shape])
+    tokens, caches, accepted = _run(model_dir, tp_size, depth)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: None)
+        plain_tokens, plain_caches, plain_accepted = _run(model_dir, tp_size, depth)
+    assert tokens == plain_tokens
+    assert accepted == plain_accepted
+    for ours, theirs in zip(caches, plain_caches, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_without_the_kernels_tokens_equal_the_reference(
+    model_dir: Path, reference: Reference, without_kernels: None, depth: int
+) -> None:
+    prompts = prompts_of(LENGTHS)
+    with LocalEngine(model_dir, 2, speculative_tokens=depth) as engine:
+        for prompt, result in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            reference.assert_greedy(prompt, result.token_ids)
