@@ -34,6 +34,10 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     every decode row. ``speculative_tokens`` is how many drafts this row may verify (0 for prefill rows).
     ``push_chunk`` ≥ 0 asks the worker to tell its transfer actor ``LayerReady`` after each layer, under this chunk
     index.
+
+    ``fork_of`` names the request whose prompt's last chunk is an earlier row of this step. This row then feeds nothing
+    (``start`` is the prompt's length): it samples from that prompt's last position with its own parameters, and takes
+    over that prompt's state. A block or slot of its own gets a copy of the other's; those that both name are shared.
     """
 
     request_id: str
@@ -45,6 +49,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_prefill: bool = False
     speculative_tokens: int = 0
     push_chunk: int = -1
+    fork_of: str = ""
 
 
 class ExecuteBatch(Message, frozen=True, kw_only=True):

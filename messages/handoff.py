@@ -93,6 +93,7 @@ class FirstGeneration(Message, frozen=True, kw_only=True):
     bootstrap_dtype: str = ""
     times: PhaseTimes = PhaseTimes()
     sampled_ns: int = 0
+    cached_tokens: int = 0  # of the prompt, as ``Usage`` counts them
 
 
 class HandoffComplete(Message, frozen=True, kw_only=True):

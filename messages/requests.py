@@ -48,6 +48,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token counts of one request, and what speculation did for it.
 
     ``completion_tokens`` counts the request's output from index 0, tokens delivered by earlier attempts included.
+    ``cached_tokens`` of the prompt were not computed for this request (but for another sample of the same prompt).
     """
 
     prompt_tokens: int = 0
@@ -85,11 +86,21 @@ class PhaseTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verified_bytes: int = 0
 
 
+class Sibling(msgspec.Struct, frozen=True, kw_only=True):
+    """One more sample of a submitted prompt: a request of its own in everything but the prompt's computation."""
+
+    request_id: str
+    epoch: int
+    sampling: SamplingParams
+
+
 class SubmitRequest(Message, frozen=True, kw_only=True):
     """Gateway → scheduler of a mixed or prefill instance.
 
     ``delivered_token_ids`` are tokens an earlier attempt already delivered: they are prefilled like prompt, and the
     next generated token has index ``len(delivered_token_ids)``. ``sampling.max_tokens`` counts them too.
+    ``siblings`` are further samples of the same prompt, submitted along with this one so that the prompt is computed
+    once for all where that is possible. An instance answers about each of them under its own id and epoch.
     """
 
     request_id: str
@@ -99,6 +110,7 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     reply_to: str  # gateway address
     priority: Literal["online", "offline"] = "online"
     delivered_token_ids: tuple[int, ...] = ()
+    siblings: tuple[Sibling, ...] = ()
 
 
 class CancelRequest(Message, frozen=True, kw_only=True):

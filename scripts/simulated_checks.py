@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from actors.runtime.machine import Effect, Job
 from actors.runtime.simulated_nodes import SimulatedActor, SimulatedNode
-from actors.scheduler.blocks import CachePool, OwnershipError
+from actors.scheduler.blocks import CachePool, Owner, OwnershipError, Pool
 from actors.scheduler.machine import SchedulerMachine
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
 from actors.transfer.machine import TransferMachine
@@ -62,9 +62,13 @@ class Checks:
             return
         owners = pool.blocks._owner
         for row in batch.rows:
-            for block in row.block_ids:
+            for place, block in enumerate(row.block_ids):
                 owner = owners.get(block)
-                if owner is None or owner[0] != row.request_id:
+                if owner is not None and owner[0] == row.request_id:
+                    continue
+                # Another owner's block is only read: a prompt's, shared by its samples, before where this row writes.
+                is_read = (place + 1) * pool.block_size <= row.start or row.fork_of
+                if not is_read or not pool.may_use(row.request_id, block, pool.blocks):
                     raise Violation(f"I3: {node} runs {row.request_id} in block {block}, which is {_whose(owner)}")
 
     def on_copy(self, node: str, job: Job) -> None:
@@ -155,15 +159,15 @@ class Checks:
         pool = self._pool(instance, incarnation)
         if pool is None:
             return
-        owners = [("block", block, pool.blocks.owner_of(block)) for block in blocks]
+        read: list[tuple[str, int, Pool]] = [("block", block, pool.blocks) for block in blocks]
         if slot >= 0:
-            owners.append(("slot", slot, pool.slots.owner_of(slot)))
-        for what, index, owner in owners:
-            if owner is None or owner[0] != job.request_id:
+            read.append(("slot", slot, pool.slots))
+        for what, index, ids in read:
+            if not pool.may_use(job.request_id, index, ids):
                 kind = type(job).__name__
                 raise Violation(
                     f"I3: {kind} of {job.request_id} epoch {job.epoch} on {node} reads {what} {index} of {instance},"
-                    f" which is {_whose(owner)}"
+                    f" which is {_whose(ids.owner_of(index))}"
                 )
 
     def _check_window(self, node: str, job: WriteJob, instance: str, rank: int, offset: int) -> None:
@@ -195,22 +199,27 @@ class Checks:
 
 def _is_consistent(pool: CachePool) -> bool:
     """A quick look at what ``CachePool.check`` verifies in full."""
-    owned = 0
+    blocks = slots = 0
     for ids in (pool.blocks, pool.slots):
         free, owner = ids._free, ids._owner
         if len(free) + len(owner) != ids.count or not owner.keys().isdisjoint(free) or len(set(free)) != len(free):
             return False
     owner = pool.blocks._owner
     for key, holding in pool.holdings.items():
-        owned += len(holding.blocks)
-        for block in holding.blocks:
+        base = holding.base
+        if base is not None and (base.freed or key not in base.pins):
+            return False
+        own = holding.own_blocks
+        blocks += len(own)
+        slots += len(holding.own_slots)
+        for block in own:
             if owner.get(block) != key:
                 return False
-    return owned == len(owner) and len(pool.holdings) == len(pool.slots._owner)
+    return blocks == len(owner) and slots == len(pool.slots._owner)
 
 
-def _whose(owner: tuple[str, int] | None) -> str:
-    return "free" if owner is None else f"owned by {owner[0]} epoch {owner[1]}"
+def _whose(owner: Owner | None) -> str:
+    return "free" if owner is None else f"owned by {owner[0]} epoch {' '.join(map(str, owner[1:]))}"
 
 
 def _leftover(actor: SimulatedActor) -> str:

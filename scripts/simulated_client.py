@@ -25,7 +25,10 @@ State = Literal["new", "sent", "finished", "cancelled", "error", "lost"]
 
 @dataclass
 class Request:
-    """One request of one client, of one or more samples (``n``)."""
+    """One sample that a client asked for; ``siblings`` are asked for together with it (``n``), not on their own.
+
+    Names are ``r<number>``, or ``r<number>-<sample>`` for the samples of one prompt.
+    """
 
     name: str
     prompt: tuple[int, ...]
@@ -40,6 +43,8 @@ class Request:
     error: str = ""
     submitted_ns: int = 0
     attempts: int = 0
+    siblings: list[Request] = field(default_factory=list)
+    is_sibling: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +59,7 @@ class Clients:
         self._simulation = simulation
         self.requests = requests
         self._deadline_ns = int(deadline_ms * 1e6)
-        self._tickets: dict[int, Request] = {}
+        self._tickets: dict[int, tuple[Request, ...]] = {}
         self._ticket = 0
         self.open_count = len(requests)
         for request in requests:
@@ -62,51 +67,57 @@ class Clients:
 
     def submit(self, request: Request) -> None:
         """The client sends its request, now."""
-        if request.is_over:
+        if request.is_over or request.is_sibling:
             return
         simulation = self._simulation
         front = simulation.nodes.get("front")
-        if request.submitted_ns == 0:
-            request.submitted_ns = simulation.now_ns
+        samples = (request, *request.siblings)
+        for sample in samples:
+            sample.submitted_ns = sample.submitted_ns or simulation.now_ns
         if front is None or not front.alive or front.stalled:
             simulation.call_at(RESUBMIT_MS, lambda: self.submit(request))
             return
         self._ticket += 1
-        request.ticket = self._ticket
-        request.state = "sent"
-        request.tokens = []
-        self._tickets[request.ticket] = request
-        sample = Sample(request_id=request.name, prompt_token_ids=request.prompt, sampling=request.sampling)
+        ticket = self._ticket
+        for sample in samples:
+            sample.ticket = ticket
+            sample.state = "sent"
+            sample.tokens = []
+        self._tickets[ticket] = samples
         message = ClientSubmit(
-            ticket=request.ticket, request_id=request.name, samples=(sample,), priority=request.priority
+            ticket=ticket,
+            request_id=request.name,
+            samples=tuple(
+                Sample(request_id=sample.name, prompt_token_ids=sample.prompt, sampling=sample.sampling)
+                for sample in samples
+            ),
+            priority=request.priority,
         )
         simulation.send_from(front, HTTP, GATEWAY, message, "")
         if request.cancel_after_ms >= 0:
-            ticket = request.ticket
             simulation.call_at(request.cancel_after_ms, lambda: self.cancel(ticket))
 
     def cancel(self, ticket: int) -> None:
         """The client of this ticket goes away."""
-        request = self._tickets.get(ticket)
+        samples = [sample for sample in self._tickets.get(ticket, ()) if not sample.is_over]
         front = self._simulation.nodes.get("front")
-        if request is None or request.is_over or front is None or not front.alive:
+        if not samples or front is None or not front.alive:
             return
-        self._close(request, "cancelled")
+        for sample in samples:
+            self._close(sample, "cancelled")
         self._simulation.send_from(front, HTTP, GATEWAY, ClientCancel(ticket=ticket), "")
 
     def front_died(self) -> None:
         """Every connection broke: whoever waited for an answer gets none. (Nobody may answer later, either.)"""
-        for request in self._tickets.values():
+        for request in [sample for samples in self._tickets.values() for sample in samples]:
             if not request.is_over:
                 self._close(request, "lost")
         self._tickets.clear()
 
     def deliver(self, job: DeliverTokens) -> None:
         """Tokens for a client (I1: the next index, once, in order; and the right ones)."""
-        request = self._tickets.get(job.ticket)
-        if request is None:
-            return
-        if request.state == "cancelled":
+        request = self._sample(job)
+        if request is None or request.state == "cancelled":
             return
         if request.state != "sent":
             raise Violation(f"I1: {request.name} gets tokens after its end ({request.state})")
@@ -122,7 +133,7 @@ class Clients:
 
     def end(self, job: DeliverEnd) -> None:
         """The last word on a request (I1: one, and the right one)."""
-        request = self._tickets.get(job.ticket)
+        request = self._sample(job)
         if request is None or request.state == "cancelled":
             return
         if request.state != "sent":
@@ -144,15 +155,15 @@ class Clients:
 
     def refuse(self, job: DeliverRefusal) -> None:
         """Not admitted. For now: ask again. For good: an error."""
-        request = self._tickets.pop(job.ticket, None)
-        if request is None or request.is_over:
-            return
-        if job.code == 503:
-            request.state = "new"
-            self._simulation.call_at(RESUBMIT_MS, lambda: self.submit(request))
-            return
-        request.error = f"{job.code} {job.message}"
-        self._close(request, "error")
+        samples = [sample for sample in self._tickets.pop(job.ticket, ()) if not sample.is_over]
+        for sample in samples:
+            if job.code == 503:
+                sample.state = "new"
+            else:
+                sample.error = f"{job.code} {job.message}"
+                self._close(sample, "error")
+        if samples and job.code == 503:
+            self._simulation.call_at(RESUBMIT_MS, lambda: self.submit(samples[0]))
 
     def overdue(self) -> Request | None:
         """A request that is open longer than it may be (I7)."""
@@ -161,6 +172,10 @@ class Clients:
             if not request.is_over and request.submitted_ns and now_ns - request.submitted_ns > self._deadline_ns:
                 return request
         return None
+
+    def _sample(self, job: DeliverTokens | DeliverEnd) -> Request | None:
+        samples = self._tickets.get(job.ticket)
+        return samples[job.sample] if samples is not None else None
 
     def _close(self, request: Request, state: State) -> None:
         request.state = state

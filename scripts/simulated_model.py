@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from mmap import mmap
-from typing import Final
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from messages.batch import BatchRow, ExecuteBatch, RowResult, SequenceStart
@@ -25,6 +25,8 @@ from scripts.simulated_memory import Violation
 
 VOCABULARY: Final = 48
 EOS: Final = 0
+SAMPLE_SHIFT: Final = 128
+"""Positions behind the prompt are shifted by this much per sample in tags: sequences here are shorter."""
 DRAFT_FLAG: Final = 1 << 15
 """Set in the tags of rejected drafts: nobody may read them."""
 
@@ -83,9 +85,19 @@ def bootstrap(request_number: int, position: int) -> bytes:
     return request_number.to_bytes(4, "little") + position.to_bytes(4, "little")
 
 
-def request_number(request_id: str) -> int:
-    """``r17`` → 17: the number that tags carry."""
-    return int(request_id[1:].partition("-")[0])
+class Whose(NamedTuple):
+    """Whose rows: request ``r17``'s sample ``r17-2`` is number 17, sample 2. All samples share the rows of the prompt,
+    which has ``prompt`` tokens (0 for sample 0, for which it does not matter)."""
+
+    number: int
+    sample: int
+    prompt: int
+
+    @classmethod
+    def of(cls, start: SequenceStart) -> Whose:
+        number, _, text = start.request_id[1:].partition("-")
+        sample = int(text or 0)
+        return cls(int(number), sample, len(start.prompt_token_ids) if sample else 0)
 
 
 Stretch = tuple[int, int, int]
@@ -123,15 +135,20 @@ def _bases(spans: tuple[Span, ...], row_units: int, layer: int, role: str, is_dr
     return base, sum(1 << bits * index for index in range(row_units))
 
 
-def _row(base: int, ones: int, stride: int, number: int, position: int, flag: int, is_conv: bool) -> bytes:
+def _row(
+    base: int, ones: int, stride: int, whose: Whose, shared: int, position: int, flag: int, is_conv: bool
+) -> bytes:
+    number, sample, prompt = whose
+    if sample and position >= prompt + shared:
+        position += SAMPLE_SHIFT * sample
     tag = (number & 0xFFF) << 10 | position & 0x3FF if is_conv else number << 40 | position | flag
     return (base + tag * ones).to_bytes(stride, "little")
 
 
 @lru_cache(maxsize=ROWS_CACHED)
-def _rows(base: int, ones: int, stride: int, number: int, count: int, is_conv: bool) -> bytes:
-    """The rows of a request's first ``count`` positions; the same in every run."""
-    return b"".join(_row(base, ones, stride, number, position, 0, is_conv) for position in range(count))
+def _rows(base: int, ones: int, stride: int, whose: Whose, shared: int, count: int, is_conv: bool) -> bytes:
+    """The rows of a sequence's first ``count`` positions; the same in every run."""
+    return b"".join(_row(base, ones, stride, whose, shared, position, 0, is_conv) for position in range(count))
 
 
 class TagTensor:
@@ -147,50 +164,60 @@ class TagTensor:
         )
         if layout.resource_stride_bytes != layout.rows_per_resource * self._stride:
             raise ValueError(f"{layout.name}: resources do not follow each other")
-        self._rows: dict[int, bytes] = {}  # request → its rows from position 0 on, as far as they were needed
+        # How far behind the prompt's end rows are the same for all its samples. The draft's last row of the prompt
+        # depends on the token that follows; the state after ``n`` tokens stands at position ``n``.
+        self._shared = -1 if layout.namespace == "draft" else int(layout.role == "SSM")
+        self._rows: dict[Whose, bytes] = {}  # rows from position 0 on, as far as they were needed
 
-    def row(self, number: int, position: int, flag: int = 0) -> bytes:
-        """The bytes of one row that belongs to request ``number`` and token ``position``."""
-        return _row(self._base, self._ones, self._stride, number, position, flag, self._conv)
+    def row(self, whose: Whose, position: int, flag: int = 0) -> bytes:
+        """The bytes of one row that belongs to ``whose`` token ``position``."""
+        return _row(self._base, self._ones, self._stride, whose, self._shared, position, flag, self._conv)
 
-    def rows(self, number: int, begin: int, end: int) -> bytes:
+    def rows(self, whose: Whose, begin: int, end: int) -> bytes:
         """Rows of positions ``[begin, end)`` one behind the other; before position 0 there are zeros."""
         stride = self._stride
-        known = self._rows.get(number, b"")
+        known = self._rows.get(whose, b"")
         if end * stride > len(known):
             count = -(-end // ROWS_AT_ONCE) * ROWS_AT_ONCE
-            known = self._rows[number] = _rows(self._base, self._ones, stride, number, count, self._conv)
+            known = self._rows[whose] = _rows(self._base, self._ones, stride, whose, self._shared, count, self._conv)
         if begin < 0:
             return bytes(-begin * stride) + known[: max(0, end) * stride]
         return known[begin * stride : end * stride]
 
-    def write(self, number: int, where: Sequence[Stretch]) -> None:
+    def write(self, whose: Whose, where: Sequence[Stretch]) -> None:
         """Write a request's rows."""
         stride, base, region = self._stride, self.layout.base_bytes, self.region
         for row, first, end in where:
             at = base + row * stride
-            region[at : at + (end - first) * stride] = self.rows(number, first, end)
+            region[at : at + (end - first) * stride] = self.rows(whose, first, end)
 
-    def spoil(self, number: int, where: Sequence[Stretch]) -> None:
+    def spoil(self, whose: Whose, where: Sequence[Stretch]) -> None:
         """Write rows of rejected drafts, which nobody may read."""
         for row, first, end in where:
             at = self.layout.base_bytes + row * self._stride
-            rows = b"".join(self.row(number, position, DRAFT_FLAG) for position in range(first, end))
+            rows = b"".join(self.row(whose, position, DRAFT_FLAG) for position in range(first, end))
             self.region[at : at + len(rows)] = rows
 
-    def check(self, number: int, where: Sequence[Stretch]) -> str:
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks or slots onto others; those that are the same stay."""
+        base, stride = self.layout.base_bytes, self.layout.resource_stride_bytes
+        for source, target in zip(sources, targets, strict=True):
+            at, to = base + source * stride, base + target * stride
+            self.region[to : to + stride] = self.region[at : at + stride]
+
+    def check(self, whose: Whose, where: Sequence[Stretch]) -> str:
         """Why these rows are not all this request's; "" when they are."""
         stride, base, region = self._stride, self.layout.base_bytes, self.region
         for row, first, end in where:
             at = base + row * stride
-            if region[at : at + (end - first) * stride] != self.rows(number, first, end):
-                return self._explain(number, row, first, end)
+            if region[at : at + (end - first) * stride] != self.rows(whose, first, end):
+                return self._explain(whose, row, first, end)
         return ""
 
-    def _explain(self, number: int, row: int, first: int, end: int) -> str:
+    def _explain(self, whose: Whose, row: int, first: int, end: int) -> str:
         for index, position in enumerate(range(first, end), row):
             at = self.layout.base_bytes + index * self._stride
-            expected = self.row(number, position)
+            expected = self.row(whose, position)
             found = bytes(self.region[at : at + len(expected)])
             if found != expected:
                 block = index // self.layout.rows_per_resource
@@ -221,25 +248,25 @@ class TagTensor:
         layout = self.layout
         return layout.base_bytes + slot * layout.resource_stride_bytes + row * layout.row_stride_bytes
 
-    def write_state(self, number: int, slot: int, start: int, width: int, is_prefill: bool) -> None:
+    def write_state(self, whose: Whose, slot: int, start: int, width: int, is_prefill: bool) -> None:
         """The state after tokens ``start…start+width-1``: one state after a prefill chunk, one per token otherwise."""
         end = start + width
         if self._conv:
             window = self.layout.live_rows
             first = end - window if is_prefill else start - window + 1
-            rows = self.rows(number, first, end)
+            rows = self.rows(whose, first, end)
         else:
-            rows = self.rows(number, end if is_prefill else start + 1, end + 1)
+            rows = self.rows(whose, end if is_prefill else start + 1, end + 1)
         at = self._slot(slot, 0)
         self.region[at : at + len(rows)] = rows
 
-    def check_state(self, number: int, slot: int, live: int, computed: int) -> str:
+    def check_state(self, whose: Whose, slot: int, live: int, computed: int) -> str:
         """Why checkpoint ``live`` is not this request's state after ``computed`` tokens; "" when it is."""
         if self._conv:
             window = self.layout.live_rows
-            expected = self.rows(number, computed - window, computed)
+            expected = self.rows(whose, computed - window, computed)
         else:
-            expected = self.rows(number, computed, computed + 1)
+            expected = self.rows(whose, computed, computed + 1)
         at = self._slot(slot, live)
         found = bytes(self.region[at : at + len(expected)])
         if found == expected:
@@ -252,9 +279,10 @@ class _Open:
     """An open sequence of a rank."""
 
     start: SequenceStart
-    number: int
+    whose: Whose
     outputs: list[int]
     live: int = 0
+    draft_owes: bool = False  # the draft's row of the last prompt position is another sample's
     computed: int = -1  # unknown until its first row
     error: str = ""
     history: list[int] = field(default_factory=list)
@@ -271,6 +299,7 @@ class TagRunner:
         self._has_drafts = any(view.layout.namespace == "draft" for view in views)
         self._slots = [view for view in views if view.layout.addressed_by == "slot"]
         self.open: dict[str, _Open] = {}
+        self._tables: dict[str, tuple[int, ...]] = {}  # of the step that runs
 
     def execute(self, batch: ExecuteBatch) -> list[RowResult]:
         """Run one step; raises ``Violation`` when a row reads what is not its own."""
@@ -278,15 +307,17 @@ class TagRunner:
             self.open.pop(request_id, None)
         for start in batch.opened:
             self._open(start)
+        self._tables = {row.request_id: row.block_ids for row in batch.rows}
         return [self._run(row) for row in batch.rows]
 
     def _open(self, start: SequenceStart) -> None:
-        number = request_number(start.request_id)
-        sequence = _Open(start, number, list(start.output_token_ids))
+        whose = Whose.of(start)
+        sequence = _Open(start, whose, list(start.output_token_ids))
         sequence.history = [*start.prompt_token_ids, *start.output_token_ids]
         if start.restored:
             sequence.computed = len(sequence.history) - 1
-            expected = bootstrap(number, sequence.computed - 1)
+            sequence.draft_owes = whose.sample > 0
+            expected = bootstrap(whose.number, sequence.computed - 1)
             if self._has_drafts and start.bootstrap_hidden != expected:
                 sequence.error = f"bootstrap is {start.bootstrap_hidden!r}, should be {expected!r}"
         self.open[start.request_id] = sequence
@@ -297,6 +328,8 @@ class TagRunner:
             raise Violation(f"I2: {self._where} runs {row.request_id}, which is not open")
         if sequence.error:
             return RowResult(request_id=row.request_id, epoch=row.epoch, error=sequence.error)
+        if row.fork_of:
+            return self._fork(row, sequence)
         if row.start and sequence.computed != row.start:
             raise Violation(
                 f"I2: {self._where} runs {row.request_id} from token {row.start}, its caches hold {sequence.computed}"
@@ -310,11 +343,17 @@ class TagRunner:
 
     def _check(self, row: BatchRow, sequence: _Open) -> None:
         why = ""
+        if sequence.draft_owes:  # the first draft pass begins at the bootstrap's position
+            sequence.draft_owes = False
+            owed = stretches(row.block_ids, self._block_size, row.start - 1, row.start)
+            for tensor in self._by_block:
+                if tensor.layout.namespace == "draft":
+                    tensor.write(sequence.whose, owed)
         where = stretches(row.block_ids, self._block_size, 0, row.start)
         for tensor in self._by_block:
-            why = why or tensor.check(sequence.number, where)
+            why = why or tensor.check(sequence.whose, where)
         for tensor in self._slots:
-            why = why or tensor.check_state(sequence.number, sequence.start.slot, sequence.live, row.start)
+            why = why or tensor.check_state(sequence.whose, sequence.start.slot, sequence.live, row.start)
         if why:
             raise Violation(f"I6: {self._where} reads for {row.request_id} epoch {row.epoch}: {why}")
 
@@ -322,15 +361,33 @@ class TagRunner:
         end = row.start + len(row.token_ids)
         where = stretches(row.block_ids, self._block_size, row.start, end)
         for tensor in self._by_block:
-            tensor.write(sequence.number, where)
+            tensor.write(sequence.whose, where)
         for tensor in self._slots:
-            tensor.write_state(sequence.number, sequence.start.slot, row.start, len(row.token_ids), True)
+            tensor.write_state(sequence.whose, sequence.start.slot, row.start, len(row.token_ids), True)
         sequence.computed, sequence.live = end, 0
         if not row.samples:
             return RowResult(request_id=row.request_id, epoch=row.epoch)
         token = next_token(sequence.history, sequence.start.sampling, len(sequence.outputs))
         self._accept(sequence, [token])
-        hidden = bootstrap(sequence.number, end - 1) if self._has_drafts else b""
+        return self._first(row, sequence, token)
+
+    def _fork(self, row: BatchRow, sequence: _Open) -> RowResult:
+        """Begin where the prompt of another sequence ends, which ran in this step."""
+        source = self.open[row.fork_of].start
+        if row.start != len(source.prompt_token_ids) or source.prompt_token_ids != tuple(sequence.history):
+            raise Violation(f"I6: {self._where} forks {row.request_id} at {row.start}, not where its prompt ends")
+        used = -(-row.start // self._block_size)
+        for tensor in self._by_block:
+            tensor.copy(self._tables[row.fork_of][:used], row.block_ids[:used])
+        for tensor in self._slots:
+            tensor.copy((source.slot,), (sequence.start.slot,))
+        sequence.computed, sequence.draft_owes = row.start, True
+        token = next_token(sequence.history, sequence.start.sampling, 0)
+        self._accept(sequence, [token])
+        return self._first(row, sequence, token)
+
+    def _first(self, row: BatchRow, sequence: _Open, token: int) -> RowResult:
+        hidden = bootstrap(sequence.whose.number, sequence.computed - 1) if self._has_drafts else b""
         return RowResult(
             request_id=row.request_id,
             epoch=row.epoch,
@@ -351,10 +408,10 @@ class TagRunner:
         where = stretches(row.block_ids, self._block_size, row.start, end)
         rejected = stretches(row.block_ids, self._block_size, end, row.start + 1 + drafts)
         for tensor in self._by_block:
-            tensor.write(sequence.number, where)
-            tensor.spoil(sequence.number, rejected)
+            tensor.write(sequence.whose, where)
+            tensor.spoil(sequence.whose, rejected)
         for tensor in self._slots:
-            tensor.write_state(sequence.number, sequence.start.slot, row.start, 1 + drafts, False)
+            tensor.write_state(sequence.whose, sequence.start.slot, row.start, 1 + drafts, False)
         sequence.computed, sequence.live = end, accepted
         self._accept(sequence, tokens)
         return RowResult(

@@ -81,6 +81,8 @@ POINTS: Final = (
 )
 """Protocol points at which a node may be killed or stopped."""
 
+SIBLINGS_MAX: Final = 5
+
 WARM_UP_MS: Final = 350.0
 """By then the cluster is up as a rule; requests may come earlier, too."""
 
@@ -131,7 +133,26 @@ def make_requests(seed: int, count: int, faults: frozenset[str]) -> list[Request
             cancel_ms = random.choice((0.0, random.random() * 10, random.random() * 60))
         priority = "offline" if random.random() < 0.2 else "online"
         requests.append(Request(f"r{number}", prompt, sampling, priority, cancel_ms))  # type: ignore[arg-type]
+    _gather(Random(f"samples {seed}"), requests)
     return requests
+
+
+def _gather(random: Random, requests: list[Request]) -> None:
+    """In some runs, some requests are further samples of the one before them: the same prompt, seeds of their own."""
+    if random.random() < 0.6:
+        return
+    first = requests[0]
+    for request in requests[1:]:
+        if len(first.siblings) == SIBLINGS_MAX or random.random() < 0.5:
+            first = request
+            continue
+        request.is_sibling = True
+        request.prompt, request.priority = first.prompt, first.priority
+        request.sampling = msgspec.structs.replace(first.sampling, seed=request.sampling.seed)
+        number = first.name.partition("-")[0]
+        first.name = f"{number}-0"
+        first.siblings.append(request)
+        request.name = f"{number}-{len(first.siblings)}"
 
 
 def draw(seed: int, request_count: int, faults: frozenset[str], topology: str = "") -> Scenario:

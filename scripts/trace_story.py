@@ -151,7 +151,8 @@ def _collect(trace: Trace, request_id: str) -> Story:
             return True  # a fault at one of its messages, too
         if record.kind == FAULT:
             return is_node_fault(record)
-        return record.type in CARRIERS and needle in record.payload and _carries(record, request_id)
+        is_carrier = record.type in CARRIERS or record.type == "SubmitRequest"
+        return is_carrier and needle in record.payload and _carries(record, request_id)
 
     hops: dict[str, Hop] = {}
     node_faults: list[Record] = []
@@ -200,7 +201,7 @@ def _carries(record: Record, request_id: str) -> bool:
     message = record.message
     if message is None:
         return False
-    for name in ("rows", "opened", "samples"):
+    for name in ("rows", "opened", "samples", "siblings"):
         if any(part.request_id == request_id for part in getattr(message, name, ())):
             return True
     return request_id in getattr(message, "closed", ())

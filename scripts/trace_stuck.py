@@ -94,6 +94,9 @@ def stand(trace: Trace) -> Standing:
             faults.append(record)
         if record.trace_id and record.type in NAMES_REQUEST:
             _follow(requests, record, record.trace_id)
+            if record.type == "SubmitRequest":
+                for request_id in _siblings(record):
+                    _follow(requests, record, request_id)
         elif record.type in CARRIERS and kind != FAULT:
             for request_id in _carried(record):
                 if request_id in requests:
@@ -106,6 +109,11 @@ def stand(trace: Trace) -> Standing:
 def _carried(record: Record) -> list[str]:
     message = record.message
     return [row.request_id for row in getattr(message, "rows", ())]
+
+
+def _siblings(record: Record) -> list[str]:
+    """Other samples that are submitted along with the request that a submission names."""
+    return [sibling.request_id for sibling in getattr(record.message, "siblings", ())]
 
 
 def _follow(requests: dict[str, Progress], record: Record, request_id: str) -> None:

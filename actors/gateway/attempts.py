@@ -6,6 +6,8 @@ effects, and never look at the message that led to them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from actors.gateway.jobs import DeliverEnd, EndReason, Timings
@@ -14,7 +16,7 @@ from actors.gateway.routing import Router
 from actors.runtime.config import Options
 from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
 from messages.base import control_address
-from messages.requests import CancelRequest, PhaseTimes, SubmitRequest, Usage
+from messages.requests import CancelRequest, PhaseTimes, Sibling, SubmitRequest, Usage
 from messages.timers import RequestTimer
 
 RETRY_AFTER_S = 2
@@ -37,17 +39,28 @@ class Attempts:
         self._address = address
         self.retry_count = 0
 
-    def place(self, now_ns: int, record: Record) -> list[Effect]:
-        """Submit it to an instance, or let it wait for one."""
-        info = self._router.pick(record.length, record.avoid)
+    def place_all(self, now_ns: int, records: Iterable[Record]) -> list[Effect]:
+        """Submit these, samples of one prompt together (their instance then computes it once)."""
+        groups: dict[tuple[int, tuple[int, ...], str], list[Record]] = {}
+        for record in records:
+            alone = record.request_id if record.tokens else ""
+            groups.setdefault((record.ticket, record.sample.prompt_token_ids, alone), []).append(record)
+        return [effect for group in groups.values() for effect in self.place(now_ns, *group)]
+
+    def place(self, now_ns: int, record: Record, *siblings: Record) -> list[Effect]:
+        """Submit it to an instance, or let it wait for one; ``siblings`` are further samples of its prompt."""
+        group = (record, *siblings)
+        info = self._router.pick(record.length, record.avoid, len(group))
         if info is None:
-            record.state = "waiting"
-            record.waits_for = "an instance"
-            return [timer(record, "wait", INSTANCE_WAIT_MS)]
-        record.state = "prefill"
-        record.prefill = Holder(info.instance, info.incarnation)
-        record.loaded = info.instance
-        record.progress_ns = now_ns
+            for each in group:
+                each.state = "waiting"
+                each.waits_for = "an instance"
+            return [timer(each, "wait", INSTANCE_WAIT_MS) for each in group]
+        for each in group:
+            each.state = "prefill"
+            each.prefill = Holder(info.instance, info.incarnation)
+            each.loaded = info.instance
+            each.progress_ns = now_ns
         submit = SubmitRequest(
             request_id=record.request_id,
             epoch=record.epoch,
@@ -56,8 +69,13 @@ class Attempts:
             reply_to=self._address,
             priority=record.priority,
             delivered_token_ids=tuple(record.tokens),
+            siblings=tuple(
+                Sibling(request_id=each.request_id, epoch=each.epoch, sampling=each.sample.sampling)
+                for each in siblings
+            ),
         )
-        return [StopTimer(("wait", record.request_id)), Send(control_address(info.instance, "scheduler"), submit)]
+        stops: list[Effect] = [StopTimer(("wait", each.request_id)) for each in group]
+        return [*stops, Send(control_address(info.instance, "scheduler"), submit)]
 
     def again(
         self, now_ns: int, record: Record, why: str, failed: str, *, code: int = 503, at_once: bool = False

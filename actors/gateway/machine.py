@@ -3,8 +3,9 @@
 Theory of operation
 ===================
 
-The HTTP side submits a *ticket* of one or more *samples*; each sample is a request of its own to the instances. A
-sample's record has a state:
+The HTTP side submits a *ticket* of one or more *samples*; each sample is a request of its own to the instances (those
+of one prompt are submitted together at first, so that it is computed once; later attempts are made alone). A sample's
+record has a state:
 
     waiting     no instance has it: none is alive, or the last attempt was refused and its backoff runs
     prefill     submitted under epoch ``first_epoch(attempt)`` to a mixed or prefill instance, no token of it yet
@@ -145,9 +146,9 @@ class GatewayMachine:
             fields = (("request", message.request_id), ("code", refusal.code), ("reason", refusal.message))
             return [Run(refusal), Note("info", "request refused", fields)]
         effects: list[Effect] = []
-        for record in self._book.admit(now_ns, message):
-            effects.append(timer(record, "deadline", float(self._options.request_timeout_ms)))
-            effects += self._attempts.place(now_ns, record)
+        records = self._book.admit(now_ns, message)
+        effects += [timer(record, "deadline", float(self._options.request_timeout_ms)) for record in records]
+        effects += self._attempts.place_all(now_ns, records)
         if not self._roll_call_timed:
             effects.append(self._time_roll_call())
         return effects
@@ -299,11 +300,13 @@ class GatewayMachine:
             instances=published, can_serve=self._router.can_serve(), length_max=self._router.length_max()
         )
         effects: list[Effect] = [Run(job)]
+        waiting: list[Record] = []
         for record in self._book.all():
             if record.state in ("prefill", "streaming", "closing"):
                 effects += self._check_holder(now_ns, record, what)
             elif record.state == "waiting" and record.waits_for == "an instance":
-                effects += self._attempts.place(now_ns, record)
+                waiting.append(record)
+        effects += self._attempts.place_all(now_ns, waiting)
         if self._roll_call.keep(control_address(name, "scheduler") for name, _ in live):
             effects += self._conclude_roll_call(now_ns)
         return effects

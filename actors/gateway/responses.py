@@ -103,7 +103,7 @@ def usage(plan: Plan, stream: TicketStream) -> dict[str, Any]:
     cached = 0
     for index in range(len(plan.prompts)):
         group = stream.samples[index * plan.best_of : (index + 1) * plan.best_of]
-        cached += max((s.end.usage.cached_tokens for s in group if s.end is not None), default=0)
+        cached += min((s.end.usage.cached_tokens for s in group if s.end is not None), default=0)
     prompt = sum(len(item.token_ids) for item in plan.prompts)
     completion = sum(len(sample.total.token_ids) for sample in stream.samples)
     return {

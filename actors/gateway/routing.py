@@ -41,10 +41,11 @@ class Router:
         split = [min(max(prefill), max(decode))] if prefill and decode else []
         return max(mixed + split, default=0)
 
-    def pick(self, length: int, avoid: str = "") -> InstanceInfo | None:
-        """The instance that should start a request of ``length`` tokens in all; ``avoid`` only when it is the last one.
+    def pick(self, length: int, avoid: str = "", count: int = 1) -> InstanceInfo | None:
+        """The instance that should start ``count`` requests of ``length`` tokens in all; ``avoid`` only when it is the
+        last one.
 
-        None when no live instance can. The load of the picked one grows by one until ``release``.
+        None when no live instance can. The load of the picked one grows by ``count``, each until ``release``.
         """
         decodes = any(info.role == "DECODE" and info.max_model_len >= length for info in self.instances.values())
         able = [
@@ -58,7 +59,7 @@ class Router:
         picked = min(able, key=lambda info: (self.load(info.instance), self._picked_last.get(info.instance, 0)))
         self._picks += 1
         self._picked_last[picked.instance] = self._picks
-        self._outstanding[picked.instance] = self.load(picked.instance) + 1
+        self._outstanding[picked.instance] = self.load(picked.instance) + count
         return picked
 
     def load(self, instance: str) -> int:

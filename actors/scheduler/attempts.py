@@ -102,6 +102,7 @@ class Attempt:
             restored=True,
             bootstrap_hidden=first.bootstrap_hidden,
             bootstrap_dtype=first.bootstrap_dtype,
+            cached_tokens=first.cached_tokens,
         )
 
     def standing(self, step: str) -> tuple[str, str]:

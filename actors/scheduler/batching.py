@@ -15,7 +15,8 @@ flight at a time. A sequence is
 at any time. A step is planned in this order:
 
 1. online decode rows, oldest first; 2. online prefill chunks, oldest first; 3. online sequences from the waiting queue,
-preempted ones first; 4. the same three for offline ones, if no online sequence is left waiting.
+preempted ones first; 4. the same three for offline ones, if no online sequence is left waiting. A prompt's last chunk
+takes along the other samples of that prompt (see ``siblings.py``).
 
 A decode row that needs a block when none is free first gives up speculation, then preempts the *youngest* sequence,
 offline before online (perhaps itself): it loses its memory, goes back to the queue and later computes prompt and output
@@ -69,7 +70,12 @@ class Step:
 
     number: int
     rows: dict[tuple[str, int], tuple[Sequence, Holding, BatchRow]] = field(default_factory=dict)
-    started: list[Sequence] = field(default_factory=list)  # prefills of which this is the first chunk
+    started: list[Sequence] = field(default_factory=list)  # of which this is the first chunk, or that were taken along
+
+    @property
+    def left_behind(self) -> list[Sequence]:
+        """Sequences whose prompt is complete with this step, but that could not take all their followers along."""
+        return [sequence for sequence, _, row in self.rows.values() if row.samples and sequence.followers]
 
 
 class Batcher:
@@ -82,6 +88,8 @@ class Batcher:
         self.preempted_count = 0
         self._incarnation = incarnation
         self.step_count = 0
+        self.prefilled_tokens = 0  # fed in prefill rows, those computed again after a preemption included
+        self.forked_count = 0  # sequences that began with another's prompt
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._closed: dict[str, None] = {}
@@ -135,14 +143,14 @@ class Batcher:
         the step in flight ends. Preempts nobody and returns False when even that would not be enough."""
         victims = [s for s in reversed(self._running) if s.priority == "offline" and is_preemptible(s)]
         blocks, slots = self.pool.blocks.free_count, self.pool.slots.free_count
-        chosen = []
+        chosen: list[Sequence] = []
         for victim in victims:
             if blocks >= block_count and slots > 0:
                 break
-            assert victim.holding is not None
-            blocks += len(victim.holding.blocks)
-            slots += 1
             chosen.append(victim)
+            freed = self.pool.freed_by(sequence.holding for sequence in chosen if sequence.holding is not None)
+            blocks = self.pool.blocks.free_count + freed
+            slots += 1
         if blocks < block_count or slots < 1:
             return False
         for victim in chosen:
@@ -164,6 +172,8 @@ class Batcher:
             assert sequence.holding is not None
             self.pool.pin(sequence.holding, STEP_PIN)
             step.rows[sequence.owner] = (sequence, sequence.holding, row)
+            self.prefilled_tokens += len(row.token_ids) if row.is_prefill else 0
+            self.forked_count += bool(row.fork_of)
         self.step = step
         closed, self._closed = tuple(self._closed), {}
         return ExecuteBatch(
@@ -181,6 +191,7 @@ class Batcher:
         victim.computed = 0
         victim.is_decoding = False
         victim.restored = False
+        victim.cached_tokens = 0
         victim.prompt_logprobs.clear()
         self._running.remove(victim)
         self.close(victim)

@@ -6,6 +6,11 @@ the step that runs over it ("step"), the decode instance that may still read it,
 says that the owner needs it no more; the memory goes back to the pools when the last pin is gone. So ownership outlives
 every writer, and nothing is granted while an older writer can still write (invariant I3).
 
+Samples of one prompt share its memory without a second kind of ownership: what several read lies in one holding, the
+*base* of the others', and each of them pins it. On a mixed instance (``fork``) that is a holding of nothing but the
+prompt's full blocks, split off the one that computes the prompt; nobody writes there once the prompt is computed. On a
+prefill instance (``join``), where nobody goes on writing, it is the computing request's own holding, slot included.
+
 The pools raise ``OwnershipError`` for a double grant, a double free or a free by somebody else. Those are bugs of the
 scheduler, never of a request: they end the instance rather than mix two requests' caches.
 """
@@ -16,8 +21,10 @@ from collections.abc import Hashable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-Owner = tuple[str, int]
-"""(request id, epoch)."""
+Owner = tuple[str, int] | tuple[str, int, str]
+"""(request id, epoch); with a third part for what an owner's samples share."""
+
+SHARED: Final = "shared"
 
 
 class OwnershipError(AssertionError):
@@ -52,6 +59,13 @@ class Pool:
                 raise OwnershipError(f"{self._what} {index} granted to {owner} is owned by {self._owner[index]}")
             self._owner[index] = owner
         return ids
+
+    def pass_on(self, owner: Owner, new_owner: Owner, ids: Iterable[int]) -> None:
+        """What ``owner`` has of these belongs to ``new_owner`` from now on. Raises ``OwnershipError``."""
+        for index in ids:
+            if self._owner.get(index) != owner:
+                raise OwnershipError(f"{owner} passes on {self._what} {index} of {self._owner.get(index)}")
+            self._owner[index] = new_owner
 
     def give_back(self, owner: Owner, ids: Iterable[int]) -> None:
         """``owner`` needs these no more. Raises ``OwnershipError``, before any is freed, when one is not theirs."""
@@ -94,17 +108,32 @@ class SlotPool(Pool):
 
 
 class Holding:
-    """What one owner has: ``blocks`` (a block table, in token order) and one ``slot``."""
+    """What one owner has: ``blocks`` (a block table, in token order) and one ``slot`` (-1: none).
 
-    __slots__ = ("blocks", "freed", "owner", "pins", "released", "slot")
+    With a ``base``, the table begins with the base's blocks, and a slot that the base has is the base's.
+    """
 
-    def __init__(self, owner: Owner, blocks: list[int], slot: int) -> None:
+    __slots__ = ("base", "blocks", "freed", "owner", "pins", "released", "slot")
+
+    def __init__(self, owner: Owner, blocks: list[int], slot: int, base: Holding | None = None) -> None:
         self.owner = owner
         self.blocks = blocks
         self.slot = slot
+        self.base = base
         self.pins: set[Hashable] = set()
         self.released = False
         self.freed = False
+
+    @property
+    def own_blocks(self) -> list[int]:
+        """The blocks that are its own."""
+        return self.blocks[len(self.base.blocks) :] if self.base is not None else self.blocks
+
+    @property
+    def own_slots(self) -> tuple[int, ...]:
+        """Its slot, if it has one of its own."""
+        shared = self.base is not None and self.base.slot == self.slot
+        return () if shared or self.slot < 0 else (self.slot,)
 
 
 class CachePool:
@@ -133,6 +162,55 @@ class CachePool:
         holding = Holding(owner, self.blocks.take(owner, block_count), self.slots.take(owner, 1)[0])
         self.holdings[owner] = holding
         return holding
+
+    def fork(self, holding: Holding, owner: Owner, shared_count: int, block_count: int) -> Holding | None:
+        """Memory for a sequence that begins like ``holding``'s: a table of ``block_count`` blocks, of which the first
+        ``shared_count`` are shared with it, and a slot; None when that is not free. Nobody may write to shared blocks
+        any more but the step that is being planned."""
+        if not self.fits(block_count - shared_count):
+            return None
+        base = self._share(holding, shared_count) if shared_count else None
+        forked = self.hold(owner, block_count - shared_count)
+        if forked is not None and base is not None:
+            forked.base = base
+            forked.blocks = [*base.blocks, *forked.blocks]
+            self.pin(base, owner)
+        return forked
+
+    def _share(self, holding: Holding, count: int) -> Holding:
+        """The first ``count`` blocks of ``holding``, owned by nobody but their readers."""
+        if holding.base is None:
+            owner = (holding.owner[0], holding.owner[1], SHARED)
+            if owner in self.holdings:
+                raise OwnershipError(f"{owner} is shared already")
+            base = Holding(owner, holding.blocks[:count], -1)
+            self.blocks.pass_on(holding.owner, owner, base.blocks)
+            self.holdings[owner] = base
+            self.pin(base, holding.owner)
+            base.released = True
+            holding.base = base
+        if len(holding.base.blocks) != count:
+            raise OwnershipError(f"{holding.owner} shares {len(holding.base.blocks)} blocks, not {count}")
+        return holding.base
+
+    def join(self, holding: Holding, owner: Owner) -> Holding:
+        """All of ``holding``'s memory for one more reader, ``owner``, who will write nowhere."""
+        if owner in self.holdings:
+            raise OwnershipError(f"{owner} already holds blocks {self.holdings[owner].blocks}")
+        self.pin(holding, owner)
+        joined = Holding(owner, list(holding.blocks), holding.slot, holding)
+        self.holdings[owner] = joined
+        return joined
+
+    def may_use(self, request_id: str, index: int, what: Pool) -> bool:
+        """Whether ``index`` of the blocks or slots is an attempt's of this request, or shared with one (for tests)."""
+        owner = what.owner_of(index)
+        if owner is None or owner[0] == request_id:
+            return owner is not None
+        return any(
+            holding.owner[0] == request_id and holding.base is not None and holding.base.owner == owner
+            for holding in self.holdings.values()
+        )
 
     def grow(self, holding: Holding, block_count: int) -> bool:
         """Lengthen the table to ``block_count`` blocks (it never shrinks); False when not enough are free."""
@@ -164,23 +242,45 @@ class CachePool:
         holding.released = True
         self._free_if_done(holding)
 
+    def freed_by(self, holdings: Iterable[Holding]) -> int:
+        """How many blocks come free when all of these are given up: their own, and what only they share."""
+        owners = set()
+        bases: dict[Owner, Holding] = {}
+        count = 0
+        for holding in holdings:
+            owners.add(holding.owner)
+            count += len(holding.own_blocks)
+            if holding.base is not None:
+                bases[holding.base.owner] = holding.base
+        return count + sum(len(base.own_blocks) for base in bases.values() if base.released and base.pins <= owners)
+
     def check(self) -> None:
         """Raise ``OwnershipError`` unless pools and holdings agree exactly (for tests)."""
         self.blocks.check()
         self.slots.check()
+        blocks = slots = 0
         for owner, holding in self.holdings.items():
-            if any(self.blocks.owner_of(block) != owner for block in holding.blocks):
+            blocks += len(holding.own_blocks)
+            slots += len(holding.own_slots)
+            if any(self.blocks.owner_of(block) != owner for block in holding.own_blocks):
                 raise OwnershipError(f"{owner} holds a block that it does not own")
-            if self.slots.owner_of(holding.slot) != owner:
+            if any(self.slots.owner_of(slot) != owner for slot in holding.own_slots):
                 raise OwnershipError(f"{owner} holds slot {holding.slot}, not its own")
-        if sum(len(holding.blocks) for holding in self.holdings.values()) != self.blocks.count - self.blocks.free_count:
+            base = holding.base
+            if base is not None and (
+                base.freed or owner not in base.pins or base.blocks != holding.blocks[: len(base.blocks)]
+            ):
+                raise OwnershipError(f"{owner} reads {base.owner}'s blocks without a hold on them")
+        if blocks != self.blocks.count - self.blocks.free_count:
             raise OwnershipError("a block is owned but in no holding")
-        if len(self.holdings) != self.slots.count - self.slots.free_count:
+        if slots != self.slots.count - self.slots.free_count:
             raise OwnershipError("a slot is owned but in no holding")
 
     def _free_if_done(self, holding: Holding) -> None:
         if holding.released and not holding.pins:
-            self.blocks.give_back(holding.owner, holding.blocks)
-            self.slots.give_back(holding.owner, (holding.slot,))
+            self.blocks.give_back(holding.owner, holding.own_blocks)
+            self.slots.give_back(holding.owner, holding.own_slots)
             holding.freed = True
             del self.holdings[holding.owner]
+            if holding.base is not None:
+                self.unpin(holding.base, holding.owner)

@@ -1,6 +1,7 @@
 """A mixed instance's requests: prefilled and decoded where they were submitted.
 
-A request is waiting (no memory yet), prefilling, decoding or preempted; the batching core holds its sequence. It ends
+A request is waiting (no memory yet), prefilling, decoding or preempted; the batching core holds its sequence, unless it
+follows another sample of its prompt (see ``siblings.py``). It ends
 when it finishes, fails, is cancelled, or is superseded by a newer attempt of the same id. A second submission of the
 same attempt is a duplicate and changes nothing.
 """
@@ -15,6 +16,7 @@ from actors.scheduler.intake import Intake
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.report import FinishReason, fail_request, finish_request, ms_between, stream_tokens
 from actors.scheduler.sequence import Sequence
+from actors.scheduler.siblings import gather, part, samples_of
 from messages.base import Message
 from messages.requests import CancelRequest, PhaseTimes, SubmitRequest
 from messages.timers import RequestTimer
@@ -54,7 +56,8 @@ class LocalSide:
     @property
     def waiting_count(self) -> int:
         """Requests of which nothing runs."""
-        return len(self._batcher.waiting)
+        batcher = self._batcher
+        return len(batcher.waiting) + sum(len(leader.followers) for leader in (*batcher.waiting, *batcher.running))
 
     def handle(self, now_ns: int, sender: str, message: Message) -> bool:
         """React to a message about a request; whether it was one for this side."""
@@ -68,14 +71,21 @@ class LocalSide:
         return True
 
     def _on_submit_request(self, now_ns: int, message: SubmitRequest) -> None:
-        old = self._requests.get(message.request_id)
-        if old is not None and message.epoch <= old.submit.epoch:
-            return
-        if old is not None:
-            self._drop(old)
-        sequence = self._intake.take(now_ns, message, self.waiting_count)
-        if sequence is not None:
-            self._requests[message.request_id] = LocalRequest(message, sequence, now_ns)
+        taken: list[Sequence] = []
+        for submit in samples_of(message):
+            old = self._requests.get(submit.request_id)
+            if old is not None and submit.epoch <= old.submit.epoch:
+                continue
+            if old is not None:
+                self._drop(old)
+            sequence = self._intake.take(now_ns, submit, self.waiting_count + len(taken))
+            if sequence is not None:
+                self._requests[submit.request_id] = LocalRequest(submit, sequence, now_ns)
+                taken.append(sequence)
+        self._begin(gather(taken))
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
             self._batcher.add(sequence)
 
     def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
@@ -99,11 +109,14 @@ class LocalSide:
         """Nothing to prepare: the batching core takes requests from its own queue."""
 
     def on_step_started(self, now_ns: int, step: Step) -> None:
-        """Note when a request's first chunk began."""
-        for sequence in step.started:
-            request = self._requests.get(sequence.request_id)
-            if request is not None and request.sequence is sequence and not request.started_ns:
-                request.started_ns = now_ns
+        """Note when a request's prompt began; followers that were left behind begin on their own."""
+        for leader in step.started:
+            for sequence in (leader, *leader.followers):
+                request = self._requests.get(sequence.request_id)
+                if request is not None and request.sequence is sequence and not request.started_ns:
+                    request.started_ns = now_ns
+        for leader in step.left_behind:
+            self._begin(part(leader))
 
     def on_outcomes(self, now_ns: int, outcomes: list[Outcome]) -> None:
         """Stream what a step produced; end what has ended."""
@@ -137,7 +150,9 @@ class LocalSide:
 
     def _row(self, request: LocalRequest) -> tuple[str, int, str, str, int]:
         sequence = request.sequence
-        if sequence.holding is None:
+        if sequence.leader is not None:
+            state, waits_for = "following", f"the prompt that {sequence.leader.request_id} computes"
+        elif sequence.holding is None:
             state = "preempted" if sequence.preempted_count else "waiting"
             waits_for = "blocks and a slot"
         else:
@@ -155,6 +170,7 @@ class LocalSide:
 
     def _forget(self, request: LocalRequest) -> None:
         del self._requests[request.submit.request_id]
+        self._begin(part(request.sequence))
         self._intake.cancels.ended(request.submit.request_id, request.submit.epoch)
 
     def _fail(self, request: LocalRequest, code: int, reason: str, *, retryable: bool = False) -> None:

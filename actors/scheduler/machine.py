@@ -8,6 +8,7 @@ A scheduler is composed of parts; each has its own theory in its own file:
     blocks        who owns each block and slot, and until when
     batching      which sequences run in the next step, and what its result makes of them
     intake        what is refused at once
+    siblings      samples of one prompt, which is computed once
     local_side    requests of a mixed instance
     prefill_side  requests of a prefill instance: offered, prefilled, handed off
     decode_side   requests of a decode instance: reserved, restored, decoded
@@ -132,6 +133,8 @@ class SchedulerMachine:
             ("slots_total", load.slots_total),
             ("steps", self.batcher.step_count if self.batcher is not None else 0),
             ("preempted", self.batcher.preempted_count if self.batcher is not None else 0),
+            ("prefilled_tokens", self.batcher.prefilled_tokens if self.batcher is not None else 0),
+            ("forked", self.batcher.forked_count if self.batcher is not None else 0),
         ]
         values += [(f"peer.{peer.info.instance}", f"{peer.state.value}{self._remarks(peer)}") for peer in self.peers]
         values += [(f"late.{name}", count) for name, count in sorted(self.out.late.items())]

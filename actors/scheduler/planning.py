@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from actors.scheduler.blocks import Holding
 from actors.scheduler.sequence import Priority, Sequence
 from messages.batch import BatchRow, SequenceStart
 
@@ -141,15 +142,57 @@ class Planner:
             ),
             count,
         )
+        if count == remaining:
+            self._take_along(sequence)
         return True
+
+    def _take_along(self, leader: Sequence) -> None:
+        """Rows for the samples that wait for this prompt, while there are rows and memory (see ``siblings.py``)."""
+        for follower in list(leader.followers):
+            if len(self.rows) >= self._limits.max_seqs_per_batch:
+                return
+            holding = self._memory_beside(leader, follower)
+            if holding is None:
+                return
+            leader.followers.remove(follower)
+            follower.leader = None
+            follower.holding = holding
+            follower.cached_tokens = leader.total
+            self.started.append(follower)
+            self._batcher.resume(follower)
+            self._open(follower)
+            row = BatchRow(
+                request_id=follower.request_id,
+                epoch=follower.epoch,
+                token_ids=(),
+                start=leader.total,
+                block_ids=tuple(holding.blocks),
+                samples=True,
+                is_prefill=True,
+                fork_of=leader.request_id,
+            )
+            self._add(follower, row, 0)
+
+    def _memory_beside(self, leader: Sequence, follower: Sequence) -> Holding | None:
+        """What a follower has once its leader's prompt is complete. The prompt's last position is never in a shared
+        block: what the draft's cache has there depends on the token that follows."""
+        assert leader.holding is not None
+        pool = self._pool
+        if follower.prefill_only:
+            return pool.join(leader.holding, follower.owner)
+        shared_count = (leader.total - 1) // pool.block_size
+        return pool.fork(leader.holding, follower.owner, shared_count, pool.blocks_for(self._lookahead(follower)))
+
+    def _lookahead(self, sequence: Sequence) -> int:
+        """Tokens for which a sequence that begins gets blocks: enough for its first decode step."""
+        return min(sequence.total + 1 + self._limits.speculative_tokens, sequence.final_tokens)
 
     def _take_on(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its memory and a first chunk; False when it must go on waiting."""
         batcher = self._batcher
         if not self._has_row_left():
             return False
-        lookahead = min(sequence.total + 1 + self._limits.speculative_tokens, sequence.final_tokens)
-        needed = self._pool.blocks_for(lookahead)
+        needed = self._pool.blocks_for(self._lookahead(sequence))
         if not self._limits.max_tokens_per_chunk and sequence.total > self._tokens_left:
             return False
         reserve = self._pool.blocks.count // 100 if self.rows else 0  # so that what runs is not preempted at once

@@ -65,8 +65,8 @@ class PrefillRequest:
         )
 
     def started(self, now_ns: int) -> None:
-        """Its first chunk is in a step."""
-        self.started_ns = now_ns
+        """Its first chunk, or its leader's, is in a step."""
+        self.started_ns = self.started_ns or now_ns
         if self.offer is not None:
             self.allocation_ms = ms_between(self.offer.offered_ns, self.offer.accepted_ns)
 
@@ -97,19 +97,22 @@ class PrefillRequest:
             bootstrap_dtype=first.row.bootstrap_dtype,
             times=self.times,
             sampled_ns=self.sampled_ns,
+            cached_tokens=self.sequence.cached_tokens,
         )
 
     def waits_for(self, step: str) -> str:
         """What it waits for, in words; ``step`` names the step that will run next or runs."""
         target = self.offer.instance if self.offer is not None else ""
         match self.state:
+            case S.FOLLOWING if self.sequence.leader is not None:
+                return f"the prompt that {self.sequence.leader.request_id} computes"
             case S.QUEUED:
                 return "its turn to be offered"
             case S.OFFERING | S.REOFFERING:
                 return f"RequestAccepted of {target}"
             case S.BACKOFF | S.STRANDED:
                 return f"the next round ({self.last_refusal})"
-            case S.ACCEPTED | S.PREFILLING | S.ORPHANED:
+            case S.FOLLOWING | S.ACCEPTED | S.PREFILLING | S.ORPHANED:
                 return step
             case S.HANDED_OFF:
                 return f"HandoffComplete of {target}"

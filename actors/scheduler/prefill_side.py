@@ -25,6 +25,11 @@ The end. The first token goes to the gateway from here. If it ends the request, 
 back, or is dead. If it says nothing for as long as an offer may take, ``FirstGeneration`` is sent once more (it, or its
 answer, may have been lost) and the decode instance counts as silent; after ``handoff_timeout_ms`` the request is
 offered elsewhere, and the old offer stays open until it is confirmed as released.
+
+Samples of one prompt (see ``siblings.py``). A follower is not offered before its leader's prompt is complete
+(FOLLOWING). Its first token comes with its leader's, and from then on it is a request whose state is ready but which no
+decode instance has (PREFILLED): it is offered, pushed and handed off like one that lost its decode instance. All of
+them read the leader's memory, which is freed when the last one's hand-off is complete.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import Peers
 from actors.scheduler.prefill_request import PrefillBook, PrefillRequest
 from actors.scheduler.report import FinishReason, fail_request, finish_request, stream_tokens
+from actors.scheduler.sequence import Sequence
 from actors.scheduler.settings import SchedulerSettings
+from actors.scheduler.siblings import gather, part, samples_of
 from actors.scheduler.transitions import PrefillEvent, PrefillState
 from messages.base import Message
 from messages.handoff import (
@@ -87,7 +94,7 @@ class PrefillSide:
     @property
     def waiting_count(self) -> int:
         """Requests whose prefill has not begun."""
-        return self._book.count(S.QUEUED, S.OFFERING, S.BACKOFF, S.ACCEPTED)
+        return self._book.count(S.FOLLOWING, S.QUEUED, S.OFFERING, S.BACKOFF, S.ACCEPTED)
 
     def handle(self, now_ns: int, sender: str, message: Message) -> bool:
         """React to a message about a request; whether it was one for this side."""
@@ -118,17 +125,24 @@ class PrefillSide:
     # -- the gateway ---------------------------------------------------------------------------------------------
 
     def _on_submit_request(self, now_ns: int, message: SubmitRequest) -> None:
-        old = self._book.requests.get(message.request_id)
-        if old is not None and message.epoch <= old.submit.epoch:
-            return
-        if old is not None:
-            self._end(now_ns, old, "superseded by a newer attempt")
-        sequence = self._intake.take(now_ns, message, self.waiting_count)
-        if sequence is None:
-            return
-        while self.offers.is_taken(message.request_id, sequence.epoch):
-            sequence.epoch += 1
-        self._book.add(PrefillRequest(message, sequence, now_ns))
+        taken: list[PrefillRequest] = []
+        for submit in samples_of(message):
+            old = self._book.requests.get(submit.request_id)
+            if old is not None and submit.epoch <= old.submit.epoch:
+                continue
+            if old is not None:
+                self._end(now_ns, old, "superseded by a newer attempt")
+            sequence = self._intake.take(now_ns, submit, self.waiting_count + len(taken))
+            if sequence is None:
+                continue
+            while self.offers.is_taken(submit.request_id, sequence.epoch):
+                sequence.epoch += 1
+            taken.append(PrefillRequest(submit, sequence, now_ns))
+        gather([request.sequence for request in taken])
+        for request in taken:
+            self._book.add(request)
+            if request.sequence.leader is not None:
+                self._book.move(now_ns, request, E.FOLLOW)
 
     def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
         request = self._book.requests.get(message.request_id)
@@ -306,13 +320,22 @@ class PrefillSide:
 
     def on_step_started(self, now_ns: int, step: Step) -> None:
         """First chunks: open the pushes before the ranks compute anything to push."""
-        for sequence in step.started:
+        for sequence in [begun for leader in step.started for begun in (leader, *leader.followers)]:
             request = self._book.requests.get(sequence.request_id)
-            if request is not None and request.sequence is sequence and request.state is S.ACCEPTED:
+            if request is None or request.sequence is not sequence:
+                continue
+            request.started(now_ns)
+            if request.state is S.ACCEPTED:
                 assert request.offer is not None
                 self.offers.open_push(request.offer, sequence, ready_tokens=0)
                 self._book.move(now_ns, request, E.START)
-                request.started(now_ns)
+        for leader in step.left_behind:
+            self._lead(now_ns, part(leader))
+
+    def _lead(self, now_ns: int, sequences: list[Sequence]) -> None:
+        """These followers compute their prompt themselves."""
+        for sequence in sequences:
+            self._book.move(now_ns, self._book.requests[sequence.request_id], E.LEAD)
 
     def on_outcomes(self, now_ns: int, outcomes: list[Outcome]) -> None:
         """First tokens: stream them, and hand the requests off that go on."""
@@ -376,6 +399,7 @@ class PrefillSide:
         self._intake.cancels.ended(request.submit.request_id, request.submit.epoch)
         self._batcher.remove(request.sequence)
         self._batcher.release(request.sequence)
+        self._lead(now_ns, part(request.sequence))
 
     # -- helpers -------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class Sequence:
     bootstrap_hidden: bytes = b""
     bootstrap_dtype: str = ""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    leader: Sequence | None = None  # computes the prompt for this one too (see siblings.py)
+    followers: list[Sequence] = field(default_factory=list)  # wait for this one's prompt
+    cached_tokens: int = 0  # of the prompt, computed for another sample
     drafted: int = 0
     accepted: int = 0
     decode_steps: int = 0
@@ -82,6 +85,7 @@ class Sequence:
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.output),
+            cached_tokens=self.cached_tokens,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
             decode_steps=self.decode_steps,

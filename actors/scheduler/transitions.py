@@ -22,6 +22,7 @@ class PrefillState(TableKey):
     """Where a request stands on its prefill instance."""
 
     QUEUED = "queued"  # holds nothing; will be offered when it is near the head
+    FOLLOWING = "following"  # holds nothing; another sample of its prompt computes it
     OFFERING = "offering"  # holds memory here; one decode instance was asked
     BACKOFF = "backoff"  # holds nothing; every decode instance said no, or there is none
     ACCEPTED = "accepted"  # memory here and there; waits for its first chunk
@@ -43,6 +44,8 @@ class PrefillEvent(TableKey):
     BACK_OFF = "nobody left to ask"
     RETRY = "backoff over, or a peer linked"
     WITHDRAW = "an online request needs the memory"
+    FOLLOW = "another sample computes its prompt"
+    LEAD = "must compute its prompt itself"
     START = "first chunk in a step"
     SAMPLE = "first token sampled"
     LOSE = "decode instance dead, failed, silent or released it"
@@ -53,6 +56,9 @@ class PrefillEvent(TableKey):
 P, PE = PrefillState, PrefillEvent
 
 PREFILL: Final[Mapping[tuple[PrefillState, PrefillEvent], PrefillState]] = {
+    (P.QUEUED, PE.FOLLOW): P.FOLLOWING,
+    (P.FOLLOWING, PE.LEAD): P.QUEUED,
+    (P.FOLLOWING, PE.SAMPLE): P.PREFILLED,
     (P.QUEUED, PE.OFFER): P.OFFERING,
     (P.QUEUED, PE.BACK_OFF): P.BACKOFF,
     (P.OFFERING, PE.ACCEPT): P.ACCEPTED,

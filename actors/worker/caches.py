@@ -53,6 +53,27 @@ class RankCaches:
     speculative_tokens: int
     conv_columns: int  # K-1+S; 0 for a model without delta layers
 
+    def copy_prompt(self, slot: int, to_slot: int, blocks: Sequence[int], to_blocks: Sequence[int]) -> None:
+        """Copy what a prefill has left: blocks where the two tables differ, and the slot's live state (checkpoint 0 and
+        the convolution columns before it), unless it is the same slot."""
+        pairs = [(source, target) for source, target in zip(blocks, to_blocks, strict=True) if source != target]
+        for cache in (*self.layers, *self.draft):
+            if isinstance(cache, DeltaCache):
+                if slot != to_slot:
+                    self._copy_state(cache, slot, to_slot)
+            elif pairs:
+                sources, targets = torch.tensor(pairs, device=cache.key.device).unbind(1)
+                for tensor in (cache.key, cache.value):
+                    table = tensor.view(-1, cache.block_size * tensor.shape[1])
+                    table.index_copy_(0, targets, table.index_select(0, sources))
+
+    def _copy_state(self, cache: DeltaCache, slot: int, to_slot: int) -> None:
+        live = self.conv_columns - self.speculative_tokens
+        begin, to_begin = slot * self.conv_columns, to_slot * self.conv_columns
+        cache.conv[to_begin : to_begin + live] = cache.conv[begin : begin + live]
+        stride = self.speculative_tokens + 1
+        cache.ssm[to_slot * stride] = cache.ssm[slot * stride]
+
 
 def copy_caches(caches: RankCaches, device: torch.device) -> RankCaches:
     """The same caches in memory of their own on ``device``."""

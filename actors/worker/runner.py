@@ -24,7 +24,7 @@ from actors.worker.model.plan import PlanGeometry, RowSpec, StepPlan, plan_step
 from actors.worker.model.weights import Progress, load_weights
 from actors.worker.sampler import choose, token_logprobs
 from actors.worker.sampling_rules import Draw, adjust
-from actors.worker.sequences import OpenSequence, SequenceTable
+from actors.worker.sequences import OpenSequence, Pending, SequenceTable
 from actors.worker.settings import RankPlan
 from actors.worker.speculation import Drafter, Proposal, Verdict, verify
 from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult
@@ -45,6 +45,7 @@ class _Work:
 
     row: BatchRow
     sequence: OpenSequence
+    source: _Work | None = None  # the row whose prompt this one shares
     first: int = 0
     proposal: Proposal = field(default_factory=Proposal)
     verdict: Verdict | None = None
@@ -140,11 +141,14 @@ class ModelRunner:
         results: dict[int, RowResult] = {}
         works: dict[int, _Work] = {}
         for index, row in enumerate(batch.rows):
-            sequence, error = self.sequences.find(row)
+            source = None
+            if row.fork_of:
+                source = next((work for work in works.values() if work.row.request_id == row.fork_of), None)
+            sequence, error = self.sequences.find(row, source.sequence if source is not None else None)
             if sequence is None or error:
                 results[index] = RowResult(request_id=row.request_id, epoch=row.epoch, error=error)
             else:
-                works[index] = _Work(row, sequence)
+                works[index] = _Work(row, sequence, source)
                 if sequence.restored and self._mirror is not None:
                     self._mirror.fetch(row.block_ids, sequence.slot)
                 sequence.restored = False
@@ -161,7 +165,8 @@ class ModelRunner:
 
     def _run(self, works: list[_Work], on_layer_ready: LayerReadyCallback | None) -> None:
         decodes = sorted((work for work in works if not work.row.is_prefill), key=lambda work: work.sequence.slot)
-        prefills = [work for work in works if work.row.is_prefill]
+        prefills = [work for work in works if work.row.is_prefill and work.source is None]
+        forks = [work for work in works if work.source is not None]
         if self._drafter is not None and decodes:
             proposals = self._drafter.propose([(work.sequence, work.row) for work in decodes])
             for work, proposal in zip(decodes, proposals, strict=True):
@@ -171,7 +176,7 @@ class ModelRunner:
         last = -1 if self._drafter is not None else self.plan.last_kv_layer
         hidden = self._model.forward(plan, tokens, lambda layer: reports.add("target", layer, layer == last))
         reports.flush()
-        self._sample(decodes, prefills, hidden)
+        self._sample(decodes, prefills, forks, hidden)
         for work in decodes:
             self._advance_decode(work, hidden)
         for work in prefills:
@@ -183,6 +188,8 @@ class ModelRunner:
             reports = LayerReports(self._device, self._mirror, [work.row for work in drafting], on_layer_ready)
             reports.add("draft", 0, True)
             reports.flush()
+        for work in forks:
+            self._advance_fork(work, hidden)
         if self._mirror is not None:
             for work in prefills:
                 self._mirror.publish_slot(work.sequence.slot)
@@ -206,7 +213,7 @@ class ModelRunner:
         plan = plan_step(self._geometry, specs[0], specs[1], width=width)
         return plan, torch.tensor(tokens, dtype=torch.int64, device=self._device.torch_device)
 
-    def _sample(self, decodes: list[_Work], prefills: list[_Work], hidden: torch.Tensor) -> None:
+    def _sample(self, decodes: list[_Work], prefills: list[_Work], forks: list[_Work], hidden: torch.Tensor) -> None:
         """Logits of every position that needs them, then a verdict for each row that samples."""
         works: list[_Work] = []
         positions: list[int] = []
@@ -228,9 +235,14 @@ class ModelRunner:
                 works.append(work)
                 positions.append(work.first + work.width - 1)
                 draws.append(Draw(work.sequence.sampling, work.sequence.history))
+        for work in forks:
+            assert work.source is not None
+            works.append(work)
+            positions.append(work.source.first + work.source.width - 1)
+            draws.append(Draw(work.sequence.sampling, work.sequence.history))
         if not works:
             return
-        whole = len(positions) == hidden.shape[0]
+        whole = positions == list(range(hidden.shape[0]))
         rows = hidden if whole else hidden.index_select(0, self._tensor(positions))
         logits = self._model.logits(rows)
         finite = torch.isfinite(logits.amax(-1)).tolist()
@@ -298,6 +310,24 @@ class ModelRunner:
             if self._drafter is not None:
                 last = hidden[work.first + work.width - 1]
                 work.bootstrap = last.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+    def _advance_fork(self, work: _Work, hidden: torch.Tensor) -> None:
+        """Begin where the prompt that it shares ends: that prompt's state, a token of its own."""
+        source, sequence = work.source, work.sequence
+        assert source is not None
+        if source.error and not work.error:
+            work.fail(source.error)
+        if work.error or work.verdict is None:
+            return
+        used = -(-work.row.start // self.plan.settings.block_size)
+        tables = source.row.block_ids[:used], work.row.block_ids[:used]
+        self._caches.copy_prompt(source.sequence.slot, sequence.slot, *tables)
+        sequence.computed = work.row.start
+        sequence.accept(work.verdict.tokens, live=0)
+        if self._drafter is not None:
+            last = source.first + source.width - 1
+            sequence.pending = Pending(work.row.start - 1, hidden[last : last + 1].clone(), list(work.verdict.tokens))
+            work.bootstrap = source.bootstrap
 
     def _prompt_logprobs(self, work: _Work, hidden: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
         """Entries for the prompt tokens that this chunk predicts; before them None for the prompt's first token."""

@@ -170,18 +170,27 @@ class SequenceTable:
                 return
             sequence.pending = Pending(sequence.computed - 1, hidden.unsqueeze(0), [start.output_token_ids[-1]])
 
-    def find(self, row: BatchRow) -> tuple[OpenSequence | None, str]:
-        """(the row's sequence, "") or (the sequence if any, why the row cannot run)."""
+    def find(self, row: BatchRow, source: OpenSequence | None = None) -> tuple[OpenSequence | None, str]:
+        """(the row's sequence, "") or (the sequence if any, why the row cannot run). ``source``: whose prompt a fork
+        shares, if that runs in this step."""
         sequence = self._open.get(row.request_id)
         if sequence is None:
             return None, "this sequence is not open on the worker"
         if sequence.error:
             return sequence, sequence.error
-        return sequence, self._check(sequence, row)
+        if row.epoch != sequence.epoch:
+            return sequence, f"the row is of epoch {row.epoch}, the open sequence of epoch {sequence.epoch}"
+        error = self._check_fork(sequence, row, source) if row.fork_of else self._check(sequence, row)
+        return sequence, error or self._check_blocks(row)
+
+    def _check_fork(self, sequence: OpenSequence, row: BatchRow, source: OpenSequence | None) -> str:
+        if source is None:
+            return f"the prompt of {row.fork_of}, which it shares, does not run in this step"
+        if sequence.prompt != source.prompt or row.start != len(sequence.prompt) or sequence.outputs:
+            return f"it does not begin where the prompt of {row.fork_of} ends"
+        return ""
 
     def _check(self, sequence: OpenSequence, row: BatchRow) -> str:
-        if row.epoch != sequence.epoch:
-            return f"the row is of epoch {row.epoch}, the open sequence of epoch {sequence.epoch}"
         if row.start != sequence.computed:
             return f"the row starts at position {row.start}, but {sequence.computed} tokens are computed"
         known = [sequence.token_at(row.start + index) for index in range(len(row.token_ids))]
@@ -189,6 +198,9 @@ class SequenceTable:
             return f"the row's tokens from position {row.start} are not the sequence's"
         if not row.is_prefill and (len(row.token_ids) != 1 or sequence.live == NO_STATE):
             return "a decode row needs one token and a prefilled state"
+        return ""
+
+    def _check_blocks(self, row: BatchRow) -> str:
         needed = row.start + len(row.token_ids) + row.speculative_tokens
         if len(row.block_ids) * self._block_size < needed:
             return f"the row's {len(row.block_ids)} blocks of {self._block_size} do not cover {needed} positions"

@@ -87,6 +87,27 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(
     wait_until_idle(cluster)
 
 
+def test_a_sample_that_ends_at_its_first_token_does_not_hold_up_the_others(cluster: Cluster) -> None:
+    """C05 for one of the samples of a prompt: it ends on P, the others are handed off."""
+    fields = {"n": 3, "seed": 4, "temperature": 1.5, "max_tokens": 6}
+    plain = [choice["token_ids"] for choice in ask(cluster, [prompt_of(60)], **fields)[0]["choices"]]
+    assert len({tokens[0] for tokens in plain}) == 3
+    stop = plain[1][0]
+    choices = ask(cluster, [prompt_of(60)], **fields, stop_token_ids=[stop])[0]["choices"]
+    assert [choice["token_ids"] for choice in choices] == [
+        tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain
+    ]
+    assert choices[1]["finish_reason"] == "stop" and len(choices[0]["token_ids"]) > 1
+    wait_until_idle(cluster)
+
+
+def test_more_samples_than_an_instance_has_slots_are_served(cluster: Cluster) -> None:
+    """Three fit beside each other; the others form a group again."""
+    (answer,) = ask(cluster, [prompt_of(70)], n=7, seed=5, temperature=0.8, max_tokens=5)
+    assert [len(choice["token_ids"]) for choice in answer["choices"]] == [5] * 7
+    wait_until_idle(cluster)
+
+
 def test_many_interleaved_hand_offs_never_mix_bytes(cluster: Cluster, reference: TransformersReference) -> None:
     """C11, C17, C23, C24: more requests than slots, every block and slot reused several times, all answers right."""
     prompts = [prompt_of(20 + 13 * (salt % 5), salt) for salt in range(18)]
@@ -109,14 +130,14 @@ def test_requests_of_half_the_pool_wait_for_each_other_and_both_complete(
 def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, reference: TransformersReference) -> None:
     """C19: it leaves right after token 0, while the hand-off is under way."""
 
-    async def leave_after_the_first_token() -> None:
+    async def leave_after_the_first_token(n: int) -> None:
         async with open_client(cluster.url) as client:
-            async for event in stream(client, greedy(prompt_of(120), max_tokens=120)):
+            async for event in stream(client, greedy(prompt_of(120), max_tokens=120, n=n)):
                 if event["choices"] and event["choices"][0].get("token_ids"):
                     return
 
-    for _ in range(3):
-        asyncio.run(leave_after_the_first_token())
+    for n in (1, 1, 3):
+        asyncio.run(leave_after_the_first_token(n))
     wait_until_idle(cluster)
     prompt = prompt_of(90, salt=4)
     check(reference, prompt, ask(cluster, [prompt], max_tokens=8)[0]["choices"][0]["token_ids"], 8)

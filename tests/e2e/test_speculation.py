@@ -1,7 +1,7 @@
 """Speculation changes nothing but speed: at any depth, before and after a hand-off, on any pair of TP sizes.
 
 Each cluster is asked once (``observe``); the tests at the end compare what different clusters said, and start those
-that did not run before.
+that did not run before. Depths without a hand-off, all prompts alone: ``tests/worker/test_depths.py``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from actors.gateway.seeds import sample_seeds
 from scripts.client import complete_all
 from scripts.cluster import Cluster
 from scripts.compare import equal_by_tie_rule
 from scripts.demo_prompts import accuracy_prompts
 from scripts.models import DEMO_MODEL_DIR
-from tests.e2e.conftest import OPTIONS, ask, prompt_of, wait_until_idle
+from tests.e2e.conftest import OPTIONS, ask, prompt_of, scheduler_values, wait_until_idle
 from tests.e2e.reference import TransformersReference
 
-MAX_TOKENS = 20
+MAX_TOKENS = 12
+ALONE_COUNT = 4
+SAMPLES = 4
 Case = dict[str, Any]
 
 
 def depth(topology: str, tokens: int, **changes: Any) -> Case:
     return {"topology": topology, "num_speculative_tokens": tokens} | changes
 
+
+SAMPLES_PROMPT = prompt_of(75, salt=41)
+SAMPLED_SEED = 11
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "presence_penalty": 0.4, "max_tokens": MAX_TOKENS}
 
 ALONE = depth("TP1", 3)
 HANDED_OFF = depth("P2/D1", 3)
@@ -63,21 +70,33 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def prompts_for(options: Any) -> list[list[int]]:
-    """Fifty at depth 3 where acceptance is compared, twenty at the other depths, fewer on the other topologies."""
-    if options.num_speculative_tokens and options.topology in ("P2/D1", "TP1"):
-        return prompts(50)[: 50 if options.num_speculative_tokens == 3 else 20]
-    return prompts(50)[:8]
+    """Fifty at every depth on one topology with and one without a hand-off, fewer on the others."""
+    return prompts(50) if options.num_speculative_tokens and options.topology in ("P2/D1", "TP1") else prompts(50)[:8]
+
+
+def alone_of(options: Any) -> list[list[int]]:
+    """Those of them that are asked alone, too: others at every depth."""
+    asked = prompts_for(options)
+    first = options.num_speculative_tokens * ALONE_COUNT % len(asked)
+    return asked[first : first + ALONE_COUNT]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one cluster answered: greedy tokens per prompt, speculation in total, tokens drawn with fixed seeds."""
+    """What one cluster answered: greedy tokens per prompt, speculation in total, tokens drawn with fixed seeds.
+
+    ``samples`` are the ``n`` choices of one request, ``single`` those of requests with the same seeds; the prompt is
+    ``SAMPLES_PROMPT`` long, of which ``prefilled`` were computed for all samples together.
+    """
 
     greedy: list[list[int]]
     drafted: int
     accepted: int
     steps: int
     sampled: list[list[int]]
+    samples: list[list[int]]
+    single: list[list[int]]
+    prefilled: int
 
     @property
     def mean_accepted_length(self) -> float:
@@ -88,9 +107,10 @@ _observed: dict[str, Observed] = {}
 
 
 def observe(cluster: Cluster) -> Observed:
-    """Eight slots serve all prompts at once, so new hand-offs keep joining a speculating batch; then one alone."""
-    asked = prompts_for(cluster.options)
-    answers = ask(cluster, asked, max_tokens=MAX_TOKENS) + ask(cluster, asked[:1], max_tokens=MAX_TOKENS)
+    """Eight slots serve all prompts at once, so new hand-offs keep joining a speculating batch; then some alone."""
+    answers = ask(cluster, prompts_for(cluster.options), max_tokens=MAX_TOKENS)
+    for prompt in alone_of(cluster.options):
+        answers += ask(cluster, [prompt], max_tokens=MAX_TOKENS)
     draws = [
         {"prompt": prompt_of(10 + 11 * salt, salt), "seed": salt, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
         | {"frequency_penalty": 0.3, "ignore_eos": True, "return_token_ids": True, "max_tokens": MAX_TOKENS}
@@ -98,13 +118,34 @@ def observe(cluster: Cluster) -> Observed:
     ]
     sampled = [answer for answer in complete_all(cluster.url, draws) if isinstance(answer, dict)]
     wait_until_idle(cluster)
+    samples, prefilled = observe_samples(cluster)
+    single = [
+        ask(cluster, [SAMPLES_PROMPT], **SAMPLED, seed=seed)[0]["choices"][0]["token_ids"]
+        for seed in sample_seeds(SAMPLED_SEED, SAMPLES)
+    ]
+    wait_until_idle(cluster)
     return Observed(
         greedy=[answer["choices"][0]["token_ids"] for answer in answers],
         drafted=sum(answer["kvferry"]["drafted_tokens"] for answer in answers),
         accepted=sum(answer["kvferry"]["accepted_tokens"] for answer in answers),
         steps=sum(answer["kvferry"]["decode_steps"] for answer in answers),
         sampled=[answer["choices"][0]["token_ids"] for answer in sampled],
+        samples=samples,
+        single=single,
+        prefilled=prefilled,
     )
+
+
+def observe_samples(cluster: Cluster) -> tuple[list[list[int]], int]:
+    """The tokens of each sample of one prompt, and how many prompt tokens were computed for them."""
+    before = prefilled_tokens(cluster)
+    (answer,) = ask(cluster, [SAMPLES_PROMPT], n=SAMPLES, seed=SAMPLED_SEED, **SAMPLED)
+    wait_until_idle(cluster)
+    return [choice["token_ids"] for choice in answer["choices"]], prefilled_tokens(cluster) - before
+
+
+def prefilled_tokens(cluster: Cluster) -> int:
+    return sum(int(values["prefilled_tokens"]) for values in scheduler_values(cluster).values())
 
 
 def observed(case: Case) -> Observed:
@@ -122,8 +163,9 @@ def test_greedy_tokens_equal_the_reference_alone_and_eight_at_once(
 ) -> None:
     """C03, C31, C32, C33."""
     found = observed(case)
-    asked = prompts_for(msgspec.structs.replace(OPTIONS, **case))
-    for prompt, token_ids in zip([*asked, asked[0]], found.greedy, strict=True):
+    options = msgspec.structs.replace(OPTIONS, **case)
+    asked, alone = prompts_for(options), alone_of(options)
+    for prompt, token_ids in zip([*asked, *alone], found.greedy, strict=True):
         expected = reference.greedy(prompt, MAX_TOKENS)
         assert len(token_ids) == MAX_TOKENS, "never a token too many"
         assert equal_by_tie_rule(expected.token_ids, token_ids, expected.gaps), len(prompt)
@@ -144,6 +186,15 @@ def test_acceptance_is_the_same_with_and_without_disaggregation(case: Case) -> N
         assert abs(lengths[0] - lengths[1]) <= 0.02 * lengths[0]
     else:
         assert handed_off.mean_accepted_length >= 1.8
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_samples_of_one_prompt_share_its_prefill_and_get_the_tokens_of_requests_of_their_own(case: Case) -> None:
+    """On every topology, with and without speculation; and the first one is what the request without ``n`` gets."""
+    found = observed(case)
+    assert found.samples == found.single
+    assert len({tuple(tokens) for tokens in found.samples}) > 1
+    assert found.prefilled == len(SAMPLES_PROMPT)
 
 
 @pytest.mark.parametrize("cases", [PLAIN, [ALONE, HANDED_OFF, UNEQUAL, OTHER_WAY]], ids=["S=0", "S=3"])

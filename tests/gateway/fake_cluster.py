@@ -19,6 +19,7 @@ from actors.gateway.seeds import SeedCounter
 from actors.gateway.tokenizer import CheckpointTokenizer
 from actors.runtime.config import Options
 from actors.runtime.machine import Note, Run, Send
+from actors.scheduler.siblings import samples_of
 from messages.base import GATEWAY, REGISTRY, Message, control_address, instance_of
 from messages.cluster import ClusterView
 from messages.requests import (
@@ -192,9 +193,10 @@ class FakeCluster:
 
     def _hear(self, name: str, message: Message) -> None:
         if isinstance(message, SubmitRequest):
-            self.submissions.put(message)
-            if self.script:
-                self.answer(message)
+            for submit in samples_of(message):
+                self.submissions.put(submit)
+                if self.script:
+                    self.answer(submit)
         elif isinstance(message, CancelRequest):
             self.cancelled.put((name, message.request_id))
             if name == "d0":

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from actors.gateway.attempts import INSTANCE_WAIT_MS
 from actors.gateway.machine import CLOSE_WAIT_MS, GAP_WAIT_MS, QUIET_MS, ROLL_CALL_MS
 from actors.gateway.rollcall import PATIENCE_NS
-from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, REGISTRY, SUPERVISOR, first_epoch
+from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, REGISTRY, SUPERVISOR, attempt_of, first_epoch
 from messages.cluster import ClusterView, Heartbeat, ViewRequest
 from messages.lifecycle import Drain, Drained, PeerLost
 from messages.requests import TokenLogprobs
@@ -565,12 +565,46 @@ def test_a_stop_string_found_when_its_instance_died_needs_no_new_attempt() -> No
 def test_samples_have_requests_of_their_own_and_leave_nothing_behind() -> None:
     gateway = Harness("m0")
     gateway.submit("a", n=3)
-    assert [submit.request_id for _, submit in gateway.submissions()] == ["a-0", "a-1", "a-2"]
+    ((to, submit),) = gateway.submissions()
+    assert (to, submit.request_id, [sibling.request_id for sibling in submit.siblings]) == ("m0", "a-0", ["a-1", "a-2"])
     for k in range(3):
         gateway.tokens("m0", 0, 10 + k, request_id=f"a-{k}")
         gateway.finish("m0", 1, request_id=f"a-{k}")
     assert [gateway.delivered(sample=k) for k in range(3)] == [[10], [11], [12]]
     assert gateway.live() == 0
+
+
+def test_samples_of_one_prompt_count_one_by_one_for_the_instance_that_gets_them() -> None:
+    gateway = Harness("m0", "m1")
+    gateway.submit("a", n=3)
+    gateway.submit("b", ticket=2)
+    gateway.submit("c", ticket=3)
+    assert [to for to, _ in gateway.submissions()] == ["m0", "m1", "m1"]
+
+
+def test_a_sample_is_attempted_again_alone_with_the_seed_it_had() -> None:
+    gateway = Harness("m0", "m1")
+    gateway.submit("a", n=3)
+    ((_, first),) = gateway.submissions()
+    gateway.fail("m0", request_id="a-1", retryable=True)
+    gateway.advance(1000)
+    to, again = gateway.submissions()[-1]
+    assert (to, again.request_id, again.siblings) == ("m1", "a-1", ())
+    assert again.sampling == first.siblings[0].sampling and attempt_of(again.epoch) == 1
+
+
+def test_samples_that_waited_for_an_instance_are_submitted_together_unless_they_have_tokens() -> None:
+    gateway = Harness("m0")
+    gateway.submit("a", n=3)
+    gateway.tokens("m0", 0, 5, request_id="a-1")
+    gateway.lose("m0")
+    gateway.view("m1")
+    submitted = {
+        submit.request_id: [sibling.request_id for sibling in submit.siblings]
+        for to, submit in gateway.submissions()
+        if to == "m1"
+    }
+    assert submitted == {"a-0": ["a-2"], "a-1": []}
 
 
 def test_a_drain_refuses_new_requests_finishes_old_ones_and_says_when_it_is_done() -> None:

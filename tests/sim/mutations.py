@@ -228,6 +228,26 @@ def _a_preempted_sequence_keeps_its_progress() -> Patch:
     return Batcher, "preempt", preempt
 
 
+def _samples_share_the_block_they_go_on_in() -> Patch:
+    original = CachePool.fork
+
+    def fork(self: Any, holding: Any, owner: Any, shared_count: int, block_count: int) -> Any:
+        return original(self, holding, owner, min(shared_count + 1, block_count, len(holding.blocks)), block_count)
+
+    return CachePool, "fork", fork
+
+
+def _samples_do_not_hold_what_they_share() -> Patch:
+    original = CachePool.join
+
+    def join(self: Any, holding: Any, owner: Any) -> Any:
+        joined = original(self, holding, owner)
+        holding.pins.discard(owner)
+        return joined
+
+    return CachePool, "join", join
+
+
 MUTATIONS: dict[str, Callable[[], Patch]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
@@ -248,6 +268,8 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _memory_of_a_running_step_freed,
         _lease_freed_during_its_merge,
         _a_preempted_sequence_keeps_its_progress,
+        _samples_share_the_block_they_go_on_in,
+        _samples_do_not_hold_what_they_share,
     )
 }
 """Name of a bug → how it is planted."""

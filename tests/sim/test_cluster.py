@@ -50,6 +50,34 @@ def test_every_topology_serves_right_tokens_and_frees_everything(topology: str, 
         assert cluster.checks.at_rest() == ""
 
 
+@pytest.mark.parametrize("topology", ["TP2", "P2/D1", "P1/D2x2"])
+@pytest.mark.parametrize("speculative", [0, 3])
+def test_samples_of_one_prompt_get_their_own_tokens_from_one_prefill(topology: str, speculative: int) -> None:
+    for length in (3, 4, 9, 17):
+        samples = [
+            Request(
+                f"r7-{k}",
+                tuple(range(1, length + 1)),
+                SamplingParams(seed=k, max_tokens=4 + k, eos_token_ids=(EOS,), ignore_eos=True),
+                "online",
+                is_sibling=k > 0,
+            )
+            for k in range(4)
+        ]
+        samples[0].siblings = samples[1:]
+        options = with_options(topology=topology, num_speculative_tokens=speculative)
+        cluster = SimulatedCluster(length, samples, options=options)
+        serve(cluster)
+        assert [sample.state for sample in samples] == ["finished"] * 4
+        schedulers = [cluster.actor(f"{name}.ctl/scheduler") for name in cluster.instances]
+        figures = [dict(actor.machine.status(0)[0]) for actor in schedulers if actor is not None]
+        assert sum(figure["prefilled_tokens"] for figure in figures) == length
+        assert sum(figure["forked"] for figure in figures) == 3
+        cluster.simulation.run(for_ms=5_000)
+        assert cluster.checks is not None
+        assert cluster.checks.at_rest() == ""
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 3), (3, 1), (2, 0)])
 @pytest.mark.parametrize("mode", ["PUSH", "PULL"])
 def test_unequal_draft_depths_serve_right_tokens_and_free_everything(prefill: int, decode: int, mode: str) -> None:
@@ -163,7 +191,7 @@ def test_a_client_notices_a_token_that_is_not_the_next_right_one(first_index: in
     clients = cluster.clients
     request = clients.requests[0]
     request.state = "sent"
-    clients._tickets[1] = request
+    clients._tickets[1] = (request,)
     right = request.expected
     clients.deliver(DeliverTokens(ticket=1, sample=0, first_index=0, token_ids=(right[0],)))
     tokens = (right[first_index] + offset,)
