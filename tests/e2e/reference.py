@@ -33,6 +33,7 @@ class TransformersReference:
     def __init__(self, model_dir: Path) -> None:
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._leads: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self._answers: dict[tuple[tuple[int, ...], int], Reference] = {}
 
     @torch.inference_mode()
@@ -42,6 +43,18 @@ class TransformersReference:
         if key not in self._answers:
             self._answers[key] = self._generate(key[0], max_tokens)
         return self._answers[key]
+
+    @torch.inference_mode()
+    def leads(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Per token of a continuation, by how much (in logits) its best token leads it, after what came before: all 0
+        for a greedy one. One pass over all positions, so much cheaper than ``greedy``."""
+        key = (tuple(prompt_token_ids), tuple(token_ids))
+        if key not in self._leads:
+            logits = self._model(torch.tensor([[*prompt_token_ids, *token_ids[:-1]]])).logits[0].float()
+            rows = logits[len(prompt_token_ids) - 1 :]
+            chosen = rows.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1)
+            self._leads[key] = tuple((rows.amax(-1) - chosen).tolist())
+        return self._leads[key]
 
     @torch.inference_mode()
     def steered(self, prompt_token_ids: Sequence[int], max_tokens: int, rule: Rule) -> Reference:
