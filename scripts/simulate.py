@@ -98,7 +98,7 @@ class Run:
             self._convergence()
         except (Violation, SimulationError) as error:
             cause = error.__cause__
-            inner = f"{type(cause).__name__}: {cause}" if isinstance(cause, Violation) else str(error)
+            inner = str(cause if isinstance(cause, Violation) else error)
             outcome.violation = f"{inner} (at {self.cluster.simulation.now_ns / 1e6:.3f} ms)"
         simulation, clients = self.cluster.simulation, self.cluster.clients
         outcome.states.update(request.state for request in clients.requests)
@@ -157,6 +157,9 @@ class Run:
                 f"I7: {clients.open_count} requests are not over {CONVERGE_MS:.0f} ms after healing, for example"
                 f" {request.name} ({request.state}, {len(request.tokens)} of {len(request.expected)} tokens)"
             )
+        for request in clients.requests:
+            if request.state == "error":  # attempts and time are plenty in every scenario
+                raise Violation(f"I7: {request.name} failed although the cluster healed: {request.error}")
         why = self.checks.at_rest()
         waited_ms = 0.0
         while why and waited_ms < SETTLE_MS:

@@ -19,6 +19,7 @@ from messages.base import instance_of, rank_address
 from messages.batch import ExecuteBatch
 from messages.envelope import Envelope
 from scripts.simulated_cluster import SimulatedCluster
+from scripts.simulated_lateness import guarded
 from scripts.simulated_memory import Violation
 
 
@@ -35,7 +36,9 @@ class Checks:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def on_start(self, node: SimulatedNode) -> None:
-        """A life of a node began."""
+        """A life of a node began (I5 is looked at where its actors handle messages)."""
+        for each in node.actors.values():
+            each.handle = guarded(each)
         actor = node.actors.get("scheduler")
         if actor is not None:
             assert isinstance(actor.machine, SchedulerMachine)

@@ -58,8 +58,9 @@ _AXES: Final = {"Q": 0, "K": 16, "V": 32}
 def next_token(history: Sequence[int], sampling: SamplingParams, output_count: int) -> int:
     """The token that follows ``history``: the same wherever and whenever it is computed."""
     token = crc32(array("H", history).tobytes(), sampling.seed & 0xFFFFFFFF) % VOCABULARY
-    if output_count < sampling.min_tokens and (token in sampling.eos_token_ids or token in sampling.stop_token_ids):
-        token = VOCABULARY - 1
+    if output_count < sampling.min_tokens:  # nothing that ends the output can be sampled yet
+        while token in sampling.eos_token_ids or token in sampling.stop_token_ids:
+            token = (token + 1) % VOCABULARY
     return token
 
 

@@ -12,7 +12,7 @@ from actors.runtime.fault_plan import FaultPlan, MessageMatch, Point, Rule, Writ
 from actors.runtime.simulated_links import LinkSettings
 from messages.requests import SamplingParams
 from scripts.simulated_client import Request
-from scripts.simulated_cluster import with_options
+from scripts.simulated_cluster import OPTIONS, with_options
 from scripts.simulated_jobs import Speed
 from scripts.simulated_model import EOS, VOCABULARY
 
@@ -82,6 +82,20 @@ POINTS: Final = (
 """Protocol points at which a node may be killed or stopped."""
 
 SIBLINGS_MAX: Final = 5
+
+OVERTAKEN: Final = ("ChunkArrived", "ChunkArrived", "ChunkMerged", "PushDrained", "Restored", "Generation", "Finished")
+"""Messages that may be late by about as long as somebody waits for them, so that they meet the next attempt."""
+
+COUNTED: Final = (
+    "Restored",
+    "Restored",
+    "ReceiveOpened",
+    "ReceiveReleased",
+    "PushClosed",
+    "BatchResult",
+    "ChunkArrived",
+)
+"""Answers of ranks, which somebody counts."""
 
 WARM_UP_MS: Final = 350.0
 """By then the cluster is up as a rule; requests may come earlier, too."""
@@ -214,6 +228,7 @@ def _links(random: Random, faults: frozenset[str]) -> LinkSettings:
         drop=rate("loss") / 5,
         duplicate=rate("duplicate"),
         reorder=rate("reorder"),
+        echo=random.choice((0.0, 0.0, 0.0, 0.3)) if "duplicate" in faults else 0.0,
         delay=rate("delay"),
         delay_ms=random.choice((5.0, 50.0, 2000.0, 7000.0)),
         latency_us=random.choice(((20.0, 200.0), (50.0, 2000.0))),
@@ -236,6 +251,12 @@ def _plan(random: Random, faults: frozenset[str], nodes: list[str], seed: int) -
         if kind in faults and random.random() < 0.25:
             match = MessageMatch(type=random.choice(POINTS), nth=random.choice((1, 1, 2, 4)))
             rules.append(Rule(do=do, match=match, ms=random.choice((2.0, 30.0, 1500.0, 6000.0))))
+    if "delay" in faults and random.random() < 0.3:
+        match = MessageMatch(type=random.choice(OVERTAKEN), nth=random.choice((1, 1, 2, 3)))
+        rules.append(Rule(do="delay", match=match, ms=OPTIONS.handoff_timeout_ms + 80.0 * random.random()))
+    if "duplicate" in faults and random.random() < 0.2:
+        match = MessageMatch(type=random.choice(COUNTED), nth=random.choice((1, 1, 2, 3)))
+        rules.append(Rule(do="duplicate", match=match, ms=random.choice((0.1, 2.0))))
     if "staging" in faults and random.random() < 0.3:
         match = MessageMatch(
             type=random.choice(("GrantLease", "OpenReceive", "ReserveLeases")),

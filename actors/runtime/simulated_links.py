@@ -26,6 +26,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: float = 0.0
     reorder: float = 0.0
     reorder_ms: float = 100.0
+    echo: float = 0.0
+    echo_ms: float = 20.0
     delay: float = 0.0
     delay_ms: float = 50.0
     detect_ms: float = 5.0  # from a node's death until its peers learn that their links broke

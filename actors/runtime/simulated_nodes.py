@@ -9,7 +9,7 @@ from actors.runtime.config import NodeConfig
 from actors.runtime.context import ActorSpec, JobExecutor
 from actors.runtime.faults import FaultRecorder
 from actors.runtime.hooks import Recorder
-from actors.runtime.machine import Machine, Note
+from actors.runtime.machine import Effect, Machine, Note
 from messages.base import Message
 from transport.dataplane import DataPlane
 
@@ -27,7 +27,7 @@ class SimulatedActor:
         self.name = spec.name
         self.address = f"{node.name}/{spec.name}"
         self.machine: Machine = spec.machine
-        self.handle = spec.machine.handle
+        self.handle: Callable[[int, str, Message], list[Effect]] = spec.machine.handle
         self.executor: JobExecutor | None = spec.executor
         self.free_ns = 0
         self.timers: dict[tuple[str | int, ...], int] = {}

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CONNECT_NS: Final = 15_000_000_000
 """How long what is sent to a node without a life waits for one (the links' handshake timeout)."""
 
+HEARD_MAX: Final = 12
+"""Messages per request and node that may come again."""
+
 Listener = Callable[[int, Envelope], None]
 
 _NEWS: Final = frozenset({InstanceLost, ClusterView})
@@ -58,6 +61,7 @@ class SimulatedPost:
         self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
         self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
         self._passed: dict[tuple[str, str], list[tuple[SimulatedNode | None, bytes]]] = {}  # link → lets the next pass
+        self._heard: dict[tuple[str, str], list[tuple[int, bytes]]] = {}  # (life, request) → newest epoch's messages
         self._places = _Places()
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -242,6 +246,8 @@ class SimulatedPost:
         ):
             self.stale_count += 1
             return
+        if self._links.settings.echo and envelope.trace_id:
+            self._echo(node, envelope, frame)
         actor = node.actors.get(self._places[to][1])
         if actor is None:
             if to in self.listeners:
@@ -251,6 +257,22 @@ class SimulatedPost:
             simulation.push(actor.free_ns, node, simulation.handle, actor, envelope)
         else:
             simulation.handle(actor, envelope)
+
+    def _echo(self, node: SimulatedNode, envelope: Envelope, frame: bytes) -> None:
+        """Let what came of a request's older epochs come once more, now that a newer one is here."""
+        heard = self._heard.setdefault((node.id_prefix, envelope.trace_id), [])
+        newest = heard[-1][0] if heard else -1
+        if envelope.epoch < newest:
+            return
+        if envelope.epoch > newest:
+            settings = self._links.settings
+            for _, old in heard:
+                if self._chance() < settings.echo:
+                    due = self._simulation.now_ns + int(self._chance() * settings.echo_ms * 1e6)
+                    self._simulation.push(due, None, self._arrive, node, old)
+            heard.clear()
+        if len(heard) < HEARD_MAX:
+            heard.append((envelope.epoch, frame))
 
     def _is_stale(self, node: SimulatedNode, envelope: Envelope, source: str, instance: str) -> bool:
         """Whether it comes from a life that is over, or was on a link when it broke."""

@@ -41,7 +41,7 @@ class Pool:
         self._what = what
         self._free = list(range(count))
         self._owner: dict[int, Owner] = {}
-        self.changes = 0  # grants and frees so far: who watches the pool looks only when it changed
+        self.changes = 0  # grants, frees and passings on so far: who watches the pool looks only when it changed
 
     @property
     def free_count(self) -> int:
@@ -62,6 +62,7 @@ class Pool:
 
     def pass_on(self, owner: Owner, new_owner: Owner, ids: Iterable[int]) -> None:
         """What ``owner`` has of these belongs to ``new_owner`` from now on. Raises ``OwnershipError``."""
+        self.changes += 1
         for index in ids:
             if self._owner.get(index) != owner:
                 raise OwnershipError(f"{owner} passes on {self._what} {index} of {self._owner.get(index)}")

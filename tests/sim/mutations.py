@@ -16,6 +16,7 @@ from actors.scheduler.batching import STEP_PIN, Batcher
 from actors.scheduler.blocks import CachePool
 from actors.scheduler.decode_side import DecodeSide
 from actors.scheduler.machine import SchedulerMachine
+from actors.scheduler.offers import Offers
 from actors.scheduler.prefill_side import PrefillSide
 from actors.scheduler.reservations import RECEIVE_PIN
 from actors.scheduler.transitions import DecodeState
@@ -25,7 +26,9 @@ from actors.transfer.routes import Route, Run
 from actors.transfer.source_machine import Lane, SourceMachine
 from actors.transfer.staging_machine import TRANSITIONS, LeaseEvent, LeaseState
 from actors.transfer.target_machine import TargetMachine
+from messages.base import instance_of
 from messages.cluster import InstanceLost
+from messages.lifecycle import PeerLost
 from messages.requests import SubmitRequest
 from messages.transfer import AllRestored
 
@@ -248,6 +251,71 @@ def _samples_do_not_hold_what_they_share() -> Patch:
     return CachePool, "join", join
 
 
+def _stale_epochs_accepted_by_the_gateway() -> Patch:
+    def is_current(self: Any, epoch: int) -> bool:
+        self.epoch = max(self.epoch, epoch)
+        return True
+
+    return Record, "is_current", is_current
+
+
+def _an_older_offers_answer_accepted() -> Patch:
+    def find(self: Any, request_id: str, epoch: int, instance: str, incarnation: int) -> Any:
+        offers = [offer for (name, _), offer in self.open.items() if name == request_id]
+        here = [offer for offer in offers if (offer.instance, offer.incarnation) == (instance, incarnation)]
+        return here[-1] if here else None
+
+    return Offers, "find", find
+
+
+def _an_older_attempts_chunk_accepted() -> Patch:
+    original = TargetMachine.on_chunk_arrived
+
+    def on_chunk_arrived(self: Any, now_ns: int, message: Any) -> list[Effect]:
+        newest = [
+            r for (name, epoch), r in self.receives.items() if name == message.request_id and epoch > message.epoch
+        ]
+        if newest:
+            receive = newest[-1]
+            message = msgspec.structs.replace(
+                message,
+                epoch=receive.attempt[1],
+                generation=receive.generation,
+                source_instance=receive.link.instance,
+                source_incarnation=receive.link.incarnation,
+            )
+        effects: list[Effect] = original(self, now_ns, message)
+        return effects
+
+    return TargetMachine, "on_chunk_arrived", on_chunk_arrived
+
+
+def _an_older_attempts_cancel_obeyed() -> Patch:
+    original = PrefillSide._on_cancel_request
+
+    def on_cancel_request(self: Any, now_ns: int, message: Any) -> None:
+        request = self._book.requests.get(message.request_id)
+        if request is not None and request.submit.epoch > message.epoch:
+            message = msgspec.structs.replace(message, epoch=request.submit.epoch)
+        original(self, now_ns, message)
+
+    return PrefillSide, "_on_cancel_request", on_cancel_request
+
+
+def _a_broken_link_taken_for_a_death() -> Patch:
+    original = SchedulerMachine.handle
+
+    def handle(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
+        peer = self.peers.current(instance_of(message.node)) if isinstance(message, PeerLost) else None
+        if peer is not None:
+            lost = {"instance": peer.info.instance, "incarnation": peer.info.incarnation}
+            message = InstanceLost(reason="the link broke", **lost)
+        effects: list[Effect] = original(self, now_ns, sender, message)
+        return effects
+
+    return SchedulerMachine, "handle", handle
+
+
 MUTATIONS: dict[str, Callable[[], Patch]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
@@ -270,6 +338,11 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _a_preempted_sequence_keeps_its_progress,
         _samples_share_the_block_they_go_on_in,
         _samples_do_not_hold_what_they_share,
+        _stale_epochs_accepted_by_the_gateway,
+        _an_older_offers_answer_accepted,
+        _an_older_attempts_chunk_accepted,
+        _an_older_attempts_cancel_obeyed,
+        _a_broken_link_taken_for_a_death,
     )
 }
 """Name of a bug → how it is planted."""

@@ -96,6 +96,17 @@ def test_a_reordered_message_that_nothing_follows_arrives_late() -> None:
     assert [now_ns - began_ns for now_ns, _, _ in receiver.seen] == [7_000_000]
 
 
+def test_what_came_of_an_older_epoch_comes_again_when_a_newer_one_is_here() -> None:
+    simulation = Simulation(3, LinkSettings(echo=1.0))
+    receiver = Scripted()
+    simulation.add_machine("b/x", receiver)
+    for request, epoch in (("r1", 0), ("r2", 0), ("r1", 0), ("r1", 1)):
+        simulation.post("a/x", "b/x", ClosePush(request_id=request, epoch=epoch))
+    simulation.run()
+    seen = [(message.request_id, message.epoch) for _, _, message in receiver.seen]  # type: ignore[attr-defined]
+    assert seen == [("r1", 0), ("r2", 0), ("r1", 0), ("r1", 1), ("r1", 0), ("r1", 0)]
+
+
 def test_reordering_and_duplication_disturb_the_order_only_when_asked_for() -> None:
     simulation = Simulation(3, LinkSettings(reorder=0.5, duplicate=0.3))
     receiver = Scripted()
