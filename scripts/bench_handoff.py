@@ -8,7 +8,8 @@ engines. Two things are measured:
   and the pull is asked for at once. ``total_ms`` is the time until every decode rank has restored, ``ratio`` compares
   it with one thread's memcpy of the same bytes;
 * **restore time**: layers become ready at the pace of a prefill (``prefill_tokens_per_s``), and the time counts from
-  ``FirstGeneration`` (here: ``PullKVCache``) to the last ``Restored``. Measured at ``prompt_tokens`` and at one chunk.
+  ``FirstGeneration`` (here: ``PullKVCache``) to the last ``Restored``. Measured at ``prompt_tokens`` and at
+  ``SHORT_TOKENS``.
 
 memcpy runs between regions like those of the caches. Once, every restored byte is compared with its source.
 """
@@ -29,7 +30,12 @@ from messages.handoff import TransferMode
 from scripts.bench_ferry import Ferry, Sizes
 from transport.dataplane import DataPlane
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 8192
+"""Prefill chunk of the instances: what an accelerator takes at once. It also sizes the staging windows."""
+
+SHORT_TOKENS = 2048
+"""The short prompt whose restore time the long one's is compared with."""
+
 BLOCK_SIZE = 128
 PREFILL_TOKENS_PER_S = 40_000.0
 """Pace of the prefill that the restore time is measured behind: a fast accelerator."""
@@ -56,7 +62,7 @@ def run(
     be run.
     """
     sizes = parse_topology(topology)
-    short_tokens = min(prompt_tokens, chunk_tokens)
+    short_tokens = min(prompt_tokens, SHORT_TOKENS)
     options = Options(
         model=geometry,
         topology=topology,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
@@ -96,6 +96,8 @@ def merge_copies(link: Link, job: MergeJob) -> list[Copy]:
 
 def _beside(parts: list[Ranges]) -> Ranges:
     """The ranges of several sources as one list: the first of each, then the second of each, and so on."""
+    if all(len(part.source) == 1 for part in parts):
+        return Ranges([part.source[0] for part in parts], [part.target[0] for part in parts])
     merged = Ranges([], [])
     for group in zip_longest(*(zip(part.source, part.target, strict=True) for part in parts)):
         for pair in group:
@@ -142,8 +144,8 @@ def _merged(plan: TransferPlan, job: MergeJob) -> tuple[Route, ...]:
     if job.kind == "conv":
         return plan.select(by_block=False, in_place=False)
     if job.layers:
-        routes = plan.select(by_block=True, in_place=False)
-        return tuple(route for route in routes if (route.namespace, route.layer) in job.layers)
+        layers = (plan.select(by_block=True, in_place=False, namespace=name, layer=layer) for name, layer in job.layers)
+        return tuple(chain.from_iterable(layers))
     if job.kind == "chunk":
         return plan.select(by_block=True, in_place=False, namespace=None if job.with_draft else "target")
     return plan.select(by_block=True, in_place=False, namespace=job.kind)

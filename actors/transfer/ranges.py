@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from actors.transfer.routes import Route, TransferPlan
+from actors.transfer.routes import Blocks, Route, TransferPlan
 from messages.layout import TensorLayout
 from transport.dataplane import Strided
 
@@ -46,21 +46,9 @@ class TokenRange(NamedTuple):
     size: int
 
 
-class _Blocks(NamedTuple):
-    """How a block tensor is laid out, relative to its base: what its layers and roles have in common."""
-
-    resource_count: int
-    rows: int
-    resource_stride_bytes: int
-    row_stride_bytes: int
-
-
-class _Groups(NamedTuple):
-    """Groups of rows that lie evenly spaced on both sides; offsets are relative to where each side begins."""
-
-    source_first: list[int]
-    target_first: list[int]
-    counts: list[int]
+_Groups = tuple[tuple[int, int, int], ...]
+"""(first byte in the source, first byte in the target, rows) of groups of rows that lie evenly spaced on both sides;
+the offsets are relative to where each side begins."""
 
 
 def block_ranges(
@@ -68,13 +56,8 @@ def block_ranges(
 ) -> Ranges:
     """Rows of ``tokens`` from the source's blocks straight into the target's blocks (a route in place)."""
     source, target = route.source, route.target
-    groups = _groups(
-        tokens,
-        _blocks_of(source),
-        _touched(source, source_block_ids, tokens),
-        _blocks_of(target),
-        _touched(target, target_block_ids, tokens),
-    )
+    source_ids, target_ids = _touched(source, source_block_ids, tokens), _touched(target, target_block_ids, tokens)
+    groups = _groups(tokens, route.source_blocks, source_ids, route.target_blocks, target_ids)
     runs = [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
     return _emit(groups, source.base_bytes, source.row_stride_bytes, target.base_bytes, target.row_stride_bytes, runs)
 
@@ -83,7 +66,7 @@ def block_to_window(route: Route, source_block_ids: tuple[int, ...], tokens: Tok
     """Rows of ``tokens`` from the source's blocks into the area at byte ``area_offset`` of the staging region."""
     source = route.source
     touched = _touched(source, source_block_ids, tokens)
-    groups = _groups(tokens, _blocks_of(source), touched, _dense(route), ())
+    groups = _groups(tokens, route.source_blocks, touched, route.staged_blocks, ())
     runs = [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs]
     return _emit(groups, source.base_bytes, source.row_stride_bytes, area_offset, route.row_bytes, runs)
 
@@ -92,7 +75,7 @@ def window_to_block(route: Route, target_block_ids: tuple[int, ...], tokens: Tok
     """The merge of what ``block_to_window`` brought: from the area into the target's blocks."""
     target = route.target
     touched = _touched(target, target_block_ids, tokens)
-    groups = _groups(tokens, _dense(route), (), _blocks_of(target), touched)
+    groups = _groups(tokens, route.staged_blocks, (), route.target_blocks, touched)
     runs = [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
     return _emit(groups, area_offset, route.row_bytes, target.base_bytes, target.row_stride_bytes, runs)
 
@@ -127,17 +110,6 @@ def area_offset(plan: TransferPlan, route: Route, window_offset: int) -> int:
 # -- places -------------------------------------------------------------------------------------------------------
 
 
-def _blocks_of(layout: TensorLayout) -> _Blocks:
-    return _Blocks(
-        layout.resource_count, layout.rows_per_resource, layout.resource_stride_bytes, layout.row_stride_bytes
-    )
-
-
-def _dense(route: Route) -> _Blocks:
-    """A window's area as one endless block: rows of the route one behind the other."""
-    return _Blocks(0, route.target.rows_per_resource, 0, route.row_bytes)
-
-
 def _touched(layout: TensorLayout, block_ids: tuple[int, ...], tokens: TokenRange) -> tuple[int, ...]:
     """The blocks, of a request's whole block table, in which the tokens lie."""
     if tokens.size < 1 or tokens.start < 0:
@@ -149,7 +121,7 @@ def _touched(layout: TensorLayout, block_ids: tuple[int, ...], tokens: TokenRang
             f"{layout.name}: token {tokens.start + tokens.size - 1} lies in block {last} of its request, whose block "
             f"table has {len(block_ids)} entries"
         )
-    return tuple(block_ids[first : last + 1])
+    return block_ids[first : last + 1]
 
 
 def _slot_offset(layout: TensorLayout, slot: int) -> int:
@@ -159,7 +131,7 @@ def _slot_offset(layout: TensorLayout, slot: int) -> int:
 
 
 def _slot(route: Route) -> _Groups:
-    return _Groups([0], [0], [route.target.live_rows])
+    return ((0, 0, route.target.live_rows),)
 
 
 # -- ranges -------------------------------------------------------------------------------------------------------
@@ -167,7 +139,7 @@ def _slot(route: Route) -> _Groups:
 
 @lru_cache(maxsize=GROUPS_CACHED)
 def _groups(
-    tokens: TokenRange, source: _Blocks, source_ids: tuple[int, ...], target: _Blocks, target_ids: tuple[int, ...]
+    tokens: TokenRange, source: Blocks, source_ids: tuple[int, ...], target: Blocks, target_ids: tuple[int, ...]
 ) -> _Groups:
     """Rows that continue each other on both sides, as few groups as possible.
 
@@ -176,18 +148,17 @@ def _groups(
     counts = _rows_per_block(tokens, source.rows)
     source_first = _in_blocks(source, source_ids, tokens) if source_ids else _dense_rows(source, counts)
     target_first = _in_blocks(target, target_ids, tokens) if target_ids else _dense_rows(target, counts)
-    groups = _Groups([], [], [])
+    groups: list[tuple[int, int, int]] = []
     next_at = next_to = -1  # where rows would lie that continue the last group
     for at, to, count in zip(source_first, target_first, counts, strict=True):
         if at == next_at and to == next_to:
-            groups.counts[-1] += count
+            source_at, target_at, before = groups[-1]
+            groups[-1] = (source_at, target_at, before + count)
         else:
-            groups.source_first.append(at)
-            groups.target_first.append(to)
-            groups.counts.append(count)
+            groups.append((at, to, count))
         next_at = at + count * source.row_stride_bytes
         next_to = to + count * target.row_stride_bytes
-    return groups
+    return tuple(groups)
 
 
 def _rows_per_block(tokens: TokenRange, block_size: int) -> list[int]:
@@ -200,7 +171,7 @@ def _rows_per_block(tokens: TokenRange, block_size: int) -> list[int]:
     return counts
 
 
-def _in_blocks(blocks: _Blocks, ids: tuple[int, ...], tokens: TokenRange) -> list[int]:
+def _in_blocks(blocks: Blocks, ids: tuple[int, ...], tokens: TokenRange) -> list[int]:
     """The first byte of the tokens' rows in each block."""
     if min(ids) < 0 or max(ids) >= blocks.resource_count:
         raise ValueError(f"a block id outside [0, {blocks.resource_count}): {min(ids)} … {max(ids)}")
@@ -210,7 +181,7 @@ def _in_blocks(blocks: _Blocks, ids: tuple[int, ...], tokens: TokenRange) -> lis
     return first
 
 
-def _dense_rows(blocks: _Blocks, counts: list[int]) -> list[int]:
+def _dense_rows(blocks: Blocks, counts: list[int]) -> list[int]:
     """Where dense rows begin that are cut into the same groups as the other side."""
     stride = blocks.row_stride_bytes
     return [rows * stride for rows in accumulate(counts[:-1], initial=0)]
@@ -224,20 +195,20 @@ def _emit(
     target_stride: int,
     runs: list[tuple[int, int, int]],
 ) -> Ranges:
-    """The groups as ranges, for each run (source offset, target offset, bytes) of a row."""
+    """The groups as ranges, for each run (source offset, target offset, bytes) of a row.
+
+    Both ranges of a pair have equal runs, unless they are one contiguous run: so nobody has to cut them again.
+    """
     result = Ranges([], [])
+    add_source, add_target = result.source.append, result.target.append
     for source_run, target_run, size in runs:
-        result.source.extend(
-            _strided(groups.source_first, groups.counts, source_offset + source_run, size, source_stride)
-        )
-        result.target.extend(
-            _strided(groups.target_first, groups.counts, target_offset + target_run, size, target_stride)
-        )
+        source_at, target_at = source_offset + source_run, target_offset + target_run
+        whole = size == source_stride == target_stride
+        for source_first, target_first, count in groups:
+            if whole:
+                add_source(Strided(source_first + source_at, size * count))
+                add_target(Strided(target_first + target_at, size * count))
+            else:
+                add_source(Strided(source_first + source_at, size, count, source_stride))
+                add_target(Strided(target_first + target_at, size, count, target_stride))
     return result
-
-
-def _strided(first: list[int], counts: list[int], offset: int, size: int, stride: int) -> list[Strided]:
-    """One ``Strided`` per group of rows; whole rows are one contiguous run."""
-    if size == stride:
-        return [Strided(start + offset, size * count) for start, count in zip(first, counts, strict=True)]
-    return [Strided(start + offset, size, count, stride) for start, count in zip(first, counts, strict=True)]

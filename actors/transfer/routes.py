@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from messages.layout import Namespace, TensorLayout
 
@@ -60,6 +61,15 @@ class Run:
     staged_bytes: int
     target_bytes: int
     size_bytes: int
+
+
+class Blocks(NamedTuple):
+    """How a block tensor is laid out, relative to its base: what its layers and roles have in common."""
+
+    resource_count: int
+    rows: int
+    resource_stride_bytes: int
+    row_stride_bytes: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,21 @@ class Route:
         return sum(segment.length for segment in self.segments) * self.target.unit_bytes
 
     @cached_property
+    def source_blocks(self) -> Blocks:
+        """How the source's blocks lie."""
+        return _blocks(self.source)
+
+    @cached_property
+    def target_blocks(self) -> Blocks:
+        """How the target's blocks lie."""
+        return _blocks(self.target)
+
+    @cached_property
+    def staged_blocks(self) -> Blocks:
+        """A window's area as one endless block: rows of the route one behind the other."""
+        return Blocks(0, self.target.rows_per_resource, 0, self.row_bytes)
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The segments as runs of bytes, those that continue each other on both sides joined."""
         unit = self.target.unit_bytes
@@ -133,6 +158,12 @@ class Route:
                 runs.append(Run(source, staged, target, size))
             staged += size
         return tuple(runs)
+
+
+def _blocks(layout: TensorLayout) -> Blocks:
+    return Blocks(
+        layout.resource_count, layout.rows_per_resource, layout.resource_stride_bytes, layout.row_stride_bytes
+    )
 
 
 def writes_one_run_per_resource(segments: Iterable[Segment], target: TensorLayout) -> bool:

@@ -49,9 +49,9 @@ from messages.transfer import (
 EARLY_BYTES_MIN = 1 << 20
 """Layers of a chunk that are written together and at least this long may be merged before the chunk is complete."""
 
-READY_CHUNK_BYTES = 16 << 20
-"""What is ready all at once is pushed in chunks of about this size per lane: long enough to make messages cheap, short
-enough that the target merges one while the next is written, even if prefill chunks (and so windows) are very long."""
+READY_CHUNK_BYTES = 64 << 20
+"""What is ready all at once is pushed in chunks of about this size per lane, where windows are that long: the messages
+about a chunk cost as much as copying some 10 MiB, and the target still merges one chunk while the next is written."""
 
 EARLY_ATTEMPTS_MAX = 64
 """Attempts whose layers may become ready before their ``OpenPush`` arrives; of more, the oldest are forgotten."""

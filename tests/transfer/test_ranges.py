@@ -90,7 +90,7 @@ def test_adjacent_blocks_of_whole_rows_become_one_contiguous_range() -> None:
 def test_an_interleaved_merge_of_adjacent_blocks_is_one_strided_range() -> None:
     part = route(layout(units=1), layout(units=2), (0, 1, 1))
     ranges = window_to_block(part, tuple(range(5, 15)), TokenRange(0, 40), 4096)
-    assert ranges.source == [Strided(4096, 160)]
+    assert ranges.source == [Strided(4096, 4, 40, 4)], "the same runs on both sides"
     assert ranges.target == [Strided(5 * 32 + 4, 4, 40, 8)]
 
 
@@ -115,7 +115,7 @@ def test_offsets_beyond_two_and_four_gigabytes_are_exact(base: int) -> None:
     part = route(source, target, (0, 1, 1))
     block = (1 << 20) - 2
     ranges = window_to_block(part, (block,), TokenRange(0, 128), base)
-    assert ranges.source == [Strided(base, 128 * 1024)]
+    assert ranges.source == [Strided(base, 1024, 128, 1024)]
     assert ranges.target == [Strided(base + 1024 + block * 128 * 2048 + 1024, 1024, 128, 2048)]
     pushed = block_to_window(part, (block,), TokenRange(5, 7), base)
     assert pushed.source == [Strided(base + block * 128 * 1024 + 5 * 1024, 7 * 1024)]
