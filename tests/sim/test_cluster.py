@@ -16,8 +16,9 @@ from scripts.simulated_checks import Checks
 from scripts.simulated_client import Request
 from scripts.simulated_cluster import SimulatedCluster, with_options
 from scripts.simulated_memory import Violation
-from scripts.simulated_model import EOS, TagTensor
+from scripts.simulated_model import EOS
 from scripts.simulated_scenario import TOPOLOGIES
+from scripts.simulated_tags import TagTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
