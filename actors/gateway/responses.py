@@ -123,6 +123,7 @@ def measured(sample: SampleStream) -> dict[str, Any]:
         "request_id": sample.sample.request_id,
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": len(sample.total.token_ids),
+        "cached_tokens": counts.cached_tokens,
         "prefill_instance": timings.prefill_instance,
         "decode_instance": timings.decode_instance,
         "attempts": timings.attempts,

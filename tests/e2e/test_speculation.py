@@ -141,6 +141,8 @@ def observe_samples(cluster: Cluster) -> tuple[list[list[int]], int]:
     before = prefilled_tokens(cluster)
     (answer,) = ask(cluster, [SAMPLES_PROMPT], n=SAMPLES, seed=SAMPLED_SEED, **SAMPLED)
     wait_until_idle(cluster)
+    cached = [choice["kvferry"]["cached_tokens"] for choice in answer["choices"]]
+    assert cached == [0] + [len(SAMPLES_PROMPT)] * (SAMPLES - 1)
     return [choice["token_ids"] for choice in answer["choices"]], prefilled_tokens(cluster) - before
 
 

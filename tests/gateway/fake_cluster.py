@@ -47,6 +47,7 @@ class FakeCluster:
 
     def __init__(self, directory: Path, *, instances: tuple[str, ...] = ("p0", "d0"), length_max: int = 64) -> None:
         self.tokenizer = CheckpointTokenizer(directory)
+        self.cached: Callable[[SubmitRequest], int] = lambda submit: 1
         self.writer: Writer = lambda submit: list(self.tokenizer.encode("hello world"))
         self.script = True
         self.submissions: queue.Queue[SubmitRequest] = queue.Queue()
@@ -115,7 +116,7 @@ class FakeCluster:
         for index, token_id in enumerate(tokens):
             first = index == 0
             self.say("p0" if first else "d0", self.generation(submit, index, token_id, with_prompt=first))
-        self.say("p0" if len(tokens) == 1 else "d0", self.finished(submit, len(tokens), reason))
+        self.say("p0" if len(tokens) == 1 else "d0", self.finished(submit, len(tokens), reason, self.cached(submit)))
 
     def _cut(self, submit: SubmitRequest) -> tuple[list[int], str]:
         sampling = submit.sampling
@@ -148,8 +149,10 @@ class FakeCluster:
         )
 
     @staticmethod
-    def finished(submit: SubmitRequest, count: int, reason: str = "length") -> Finished:
-        usage = Usage(completion_tokens=count, cached_tokens=1, drafted_tokens=6, accepted_tokens=4, decode_steps=2)
+    def finished(submit: SubmitRequest, count: int, reason: str = "length", cached: int = 1) -> Finished:
+        usage = Usage(
+            completion_tokens=count, cached_tokens=cached, drafted_tokens=6, accepted_tokens=4, decode_steps=2
+        )
         message = Finished(
             request_id=submit.request_id,
             epoch=submit.epoch,

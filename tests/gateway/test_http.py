@@ -185,6 +185,7 @@ def test_several_choices_have_ids_and_seeds_of_their_own_and_share_one_prompt_in
 ) -> None:
     texts = ["hello", "world", "the end"]
     cluster.writer = lambda submit: list(cluster.tokenizer.encode(texts[int(submit.request_id[-1])]))
+    cluster.cached = lambda submit: int(submit.request_id != "a-0")
     body = {"prompt": "x", "max_tokens": 20, "n": 3, "seed": 7, "request_id": "a", "return_token_ids": True}
     answer = client.post(COMPLETIONS, json=body).json()
     assert [choice["text"] for choice in answer["choices"]] == texts
@@ -194,7 +195,8 @@ def test_several_choices_have_ids_and_seeds_of_their_own_and_share_one_prompt_in
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     assert answer["usage"]["prompt_tokens"] == 1
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "the first sample computed it"
+    assert [choice["kvferry"]["cached_tokens"] for choice in answer["choices"]] == [0, 1, 1]
     assert answer["usage"]["completion_tokens"] == sum(len(cluster.tokenizer.encode(text)) + 1 for text in texts)
     assert cluster.live() == 0
     chunks = events(client.post(COMPLETIONS, json=body | {"stream": True}))
