@@ -48,8 +48,7 @@ class ClientStopped(Message, frozen=True, kw_only=True):
 
 
 class Delivered(Message, frozen=True, kw_only=True):
-    """Stream → gateway: the result of a delivery job. ``sample`` -1: of something about the whole ticket or cluster."""
+    """Stream → gateway: a sample's end is in its client's stream; nothing of it is left to deliver."""
 
     ticket: int
     sample: int
-    ended: bool = False

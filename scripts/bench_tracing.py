@@ -45,9 +45,9 @@ def measure_messaging(repeats: int, round_trips: int, one_way: int) -> dict[str,
     }
 
 
-def measure_decode(options: Options, repeats: int, sequences: int, output_tokens: int) -> dict[str, float]:
-    """Mode → tokens per second while decoding ``sequences`` at once, median over ``repeats`` turns."""
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+def measure_decode(options: Options, repeats: int, sequences: int, output_tokens: int) -> list[dict[str, float]]:
+    """Per turn: mode → tokens per second while decoding ``sequences`` at once. Each turn begins with another mode."""
+    turns: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder, ExitStack() as stack:
         clusters = {
             mode: stack.enter_context(ServedRates(_options(mode, folder, msgspec.structs.replace(options, port=0))))
@@ -56,29 +56,33 @@ def measure_decode(options: Options, repeats: int, sequences: int, output_tokens
         prompts = [[(token + index) % 1000 + 1 for token in PROMPT] for index in range(sequences)]
         for cluster in clusters.values():
             cluster.measure(prompts, 8)
-        for _ in range(repeats):
-            for mode, cluster in clusters.items():
-                rates[mode].append(cluster.measure(prompts, output_tokens).decode)
-    return {mode: statistics.median(values) for mode, values in rates.items()}
+        for turn in range(repeats):
+            order = MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]
+            turns.append({mode: clusters[mode].measure(prompts, output_tokens).decode for mode in order})
+    return turns
 
 
 def run(
     model: str = "demo",
     topology: str = "TP1",
     *,
-    repeats: int = 5,
+    repeats: int = 15,
     round_trips: int = 3000,
     one_way: int = 100_000,
     sequences: int = 4,
-    output_tokens: int = 64,
+    output_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Both measurements; ``*_cost_percent`` is what ring and full cost relative to off (more is worse)."""
+    """Both measurements; ``*_cost_percent`` is what ring and full cost relative to off (more is worse): for decode the
+    median over the turns of each turn's own ratio, with the quartiles beside it."""
     options = Options(model=model, topology=topology, log_level="error", cache_memory_mb=64, threads_per_rank=1)
-    messaging = measure_messaging(max(1, repeats // 2), round_trips, one_way)
-    decode = measure_decode(options, repeats, sequences, output_tokens)
+    messaging = measure_messaging(max(1, repeats // 3), round_trips, one_way)
+    turns = measure_decode(options, repeats, sequences, output_tokens)
+    decode = {mode: round(statistics.median(turn[mode] for turn in turns), 1) for mode in MODES}
     result: dict[str, Any] = {"messaging": messaging, "decode_tokens_per_s": decode}
     for mode in ("ring", "full"):
-        result[f"{mode}_decode_cost_percent"] = round(100 * (decode["off"] / decode[mode] - 1), 2)
+        costs = sorted(100 * (turn["off"] / turn[mode] - 1) for turn in turns)
+        result[f"{mode}_decode_cost_percent"] = round(statistics.median(costs), 2)
+        result[f"{mode}_decode_cost_quartiles"] = [round(costs[len(costs) * part // 4], 2) for part in (1, 3)]
         slower = messaging["off"]["one_way_per_s"] / messaging[mode]["one_way_per_s"]
         result[f"{mode}_one_way_cost_percent"] = round(100 * (slower - 1), 2)
         longer = messaging[mode]["round_trip_us_median"] / messaging["off"]["round_trip_us_median"]

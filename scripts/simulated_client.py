@@ -190,23 +190,20 @@ class ClientExecutor:
         self._context = context
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
-        """Deliver at once; the answer comes a little later, as from the HTTP side's own thread."""
-        ticket, sample, ended = 0, -1, False
+        """Deliver at once; the answer to an end comes a little later, as from the HTTP side's own thread."""
         match job:
             case DeliverTokens():
                 self._clients.deliver(job)
-                ticket, sample = job.ticket, job.sample
             case DeliverEnd():
                 self._clients.end(job)
-                ticket, sample, ended = job.ticket, job.sample, True
+                delivered = Delivered(ticket=job.ticket, sample=job.sample)
+                self._context.call_later(0.05, lambda: done(delivered))
             case DeliverRefusal():
                 self._clients.refuse(job)
-                ticket, ended = job.ticket, True
             case PublishInstances() | PublishLoad():
                 pass
             case _:
                 raise TypeError(f"{type(job).__name__} is no job of a gateway")
-        self._context.call_later(0.05, lambda: done(Delivered(ticket=ticket, sample=sample, ended=ended)))
 
     def close(self) -> None:
         """Nothing outlives a node's life here."""

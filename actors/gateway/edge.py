@@ -123,20 +123,53 @@ class SampleStream:
         self._new.add(delta)
 
 
+class Inbox:
+    """What the machine said and the event loop has not heard: one wake-up for all that a step brings to all streams."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._jobs: list[tuple[TicketStream, Job]] = []
+
+    def bind(self) -> None:
+        """Work jobs off on the event loop that calls this, from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, stream: TicketStream, job: Job) -> None:
+        """Queue a job of ``stream``. Any thread; never blocks."""
+        with self._lock:
+            self._jobs.append((stream, job))
+            if len(self._jobs) > 1:
+                return  # the loop is on its way
+        self.call(self._work_off)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the event loop soon. Any thread."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            return  # the loop is closed: the server has stopped, nobody waits
+
+    def _work_off(self) -> None:
+        with self._lock:
+            jobs, self._jobs = self._jobs, []
+        for stream, job in jobs:
+            stream.work_off(job)
+
+
 class TicketStream:
     """All samples of one HTTP request. Event loop only, except ``deliver`` and ``abandon``."""
 
-    def __init__(self, ticket: int, samples: Sequence[SampleStream], post: Post) -> None:
+    def __init__(self, ticket: int, samples: Sequence[SampleStream], post: Post, inbox: Inbox) -> None:
         self.ticket = ticket
         self.samples = samples
         self.refusal: ApiError | None = None
         self.abandoned = False
         self._post = post
-        self._loop = asyncio.get_running_loop()
+        self._inbox = inbox
         self._news = asyncio.Event()
-        self._lock = threading.Lock()
-        self._inbox: list[Job] = []
-        self._inbox_scheduled = False
 
     @property
     def is_over(self) -> bool:
@@ -152,17 +185,12 @@ class TicketStream:
 
     def deliver(self, job: Job) -> None:
         """Take a job of the machine. Any thread; never blocks."""
-        with self._lock:
-            self._inbox.append(job)
-            if self._inbox_scheduled:
-                return
-            self._inbox_scheduled = True
-        self._call(self._work_off)
+        self._inbox.put(self, job)
 
     def abandon(self) -> None:
         """The client is gone: wake whoever waits. Any thread."""
         self.abandoned = True
-        self._call(self._news.set)
+        self._inbox.call(self._news.set)
 
     async def news(self) -> bool:
         """Wait until something came or the client is gone; false when nothing more will come."""
@@ -171,19 +199,10 @@ class TicketStream:
         self._news.clear()
         return not self.is_over and not self.abandoned
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def work_off(self, job: Job) -> None:
+        """Turn a job into text, and wake whoever waits for news. Event loop only."""
         try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            return  # the loop is closed: the server has stopped, nobody waits
-
-    def _work_off(self) -> None:
-        with self._lock:
-            jobs, self._inbox = self._inbox, []
-            self._inbox_scheduled = False
-        try:
-            for job in jobs:
-                self._apply(job)
+            self._apply(job)
         except Exception as error:  # one request's text must not take the others with it
             self.refusal = ApiError(500, f"the answer could not be turned into text: {error!r}")
             self._post(ClientCancel(ticket=self.ticket, reason="text failed"))
@@ -215,6 +234,7 @@ class Edge:
         self.length_max = 0
         self._post = post
         self._lock = threading.Lock()
+        self._inbox = Inbox()
         self._streams: dict[int, TicketStream] = {}
         self._ticket_count = 0
         self._not_serving = _STARTING  # "": the machine listens
@@ -225,7 +245,8 @@ class Edge:
         """Submit a request; its stream is in place before the machine hears of it."""
         with self._lock:
             self._ticket_count += 1
-            stream = TicketStream(self._ticket_count, samples, self._post)
+            self._inbox.bind()
+            stream = TicketStream(self._ticket_count, samples, self._post, self._inbox)
             if self._not_serving:
                 stream.refusal = ApiError(503, self._not_serving, retry_after_s=1)
                 return stream
@@ -249,23 +270,18 @@ class Edge:
     # -- JobExecutor, on the actor's thread ----------------------------------------------------------------------------
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
-        """Carry out one job of the machine at once."""
+        """Carry out one job of the machine at once; ``done`` hears of ends only."""
         match job:
-            case DeliverTokens() | DeliverEnd():
+            case DeliverTokens() | DeliverEnd() | DeliverRefusal():
                 self.metrics.observe(job)
                 self._deliver(job.ticket, job)
-                done(Delivered(ticket=job.ticket, sample=job.sample, ended=isinstance(job, DeliverEnd)))
-            case DeliverRefusal():
-                self.metrics.observe(job)
-                self._deliver(job.ticket, job)
-                done(Delivered(ticket=job.ticket, sample=-1))
+                if isinstance(job, DeliverEnd):
+                    done(Delivered(ticket=job.ticket, sample=job.sample))
             case PublishInstances():
                 self._publish(job)
                 self.metrics.observe(job)
-                done(Delivered(ticket=-1, sample=-1))
             case PublishLoad():
                 self.metrics.observe(job)
-                done(Delivered(ticket=-1, sample=-1))
             case _:
                 raise TypeError(f"{type(job).__name__} is no job of the gateway")
 

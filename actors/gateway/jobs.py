@@ -1,6 +1,6 @@
 """What the gateway's machine asks its shell to do: hand something to the HTTP side, or to the metrics.
 
-All of them are quick and never wait for a client; each is answered with ``messages.gateway.Delivered``.
+All of them are quick and never wait for a client. ``DeliverEnd`` is answered with ``messages.gateway.Delivered``.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class GatewayMachine:
         return [*self._attempts.withdraw(record, "stop string"), timer(record, "close", CLOSE_WAIT_MS)]
 
     def _on_delivered(self, message: Delivered) -> list[Effect]:
-        record = self._book.find(message.ticket, message.sample) if message.ended else None
+        record = self._book.find(message.ticket, message.sample)
         if record is None or record.state != "delivering":
             return []
         self._book.forget(record)

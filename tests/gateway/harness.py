@@ -69,7 +69,7 @@ class Harness:
         return effects
 
     def ack(self, job: DeliverEnd) -> None:
-        self.handle(GATEWAY, Delivered(ticket=job.ticket, sample=job.sample, ended=True))
+        self.handle(GATEWAY, Delivered(ticket=job.ticket, sample=job.sample))
 
     def advance(self, ms: float) -> None:
         """Let time pass; timers that fall due are delivered in order, new ones count from the one that led to them."""

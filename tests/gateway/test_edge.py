@@ -77,20 +77,29 @@ def in_loop(body: Callable[[Bench], object]) -> Bench:
     return bench
 
 
-def test_every_job_is_answered_exactly_once() -> None:
+def test_only_ends_are_answered_and_exactly_once() -> None:
     async def body(bench: Bench) -> None:
         bench.open()
         bench.run(tokens(97), end(), tokens(98, ticket=9), end(ticket=9))
 
     bench = in_loop(body)
-    assert [type(message) for message in bench.done] == [Delivered] * 5
-    assert [message.ended for message in bench.done if isinstance(message, Delivered)] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert bench.done == [Delivered(ticket=1, sample=0), Delivered(ticket=9, sample=0)]
+
+
+def test_one_wake_up_serves_all_that_a_step_brings() -> None:
+    async def body(bench: Bench) -> None:
+        streams = [bench.open() for _ in range(8)]
+        loop = asyncio.get_running_loop()
+        calls: list[object] = []
+        original = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args, **kwargs: (calls.append(args), original(*args, **kwargs))[1]  # type: ignore[method-assign, assignment]
+        await asyncio.to_thread(lambda: bench.run(*(tokens(97, ticket=stream.ticket) for stream in streams)))
+        for stream in streams:
+            await stream.news()
+            assert stream.samples[0].total.text == "a"
+        assert len([args for args in calls if args[0].__qualname__ == "Inbox._work_off"]) == 1  # type: ignore[index]
+
+    in_loop(body)
 
 
 def test_before_the_machine_has_a_view_and_after_it_stopped_requests_are_refused() -> None:
