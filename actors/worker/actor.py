@@ -113,6 +113,7 @@ class WorkerExecutor:
 
             collective = join_group(config, device)
             self._runner = ModelRunner(plan, self._data_plane.view(region_id), collective, device, progress)
+            self._log("info", "loaded", decode=f"{self._runner.decode_path} kernels", threads=torch.get_num_threads())
         except (ConfigError, DataPlaneError) as error:
             return LoadFailed(reason=str(error), fatal=True)
         except Exception as error:  # whatever it is, the supervisor hears of it and decides

@@ -126,6 +126,11 @@ class ModelRunner:
         with torch.inference_mode():
             return self._execute(batch, on_layer_ready)
 
+    @property
+    def decode_path(self) -> str:
+        """What decode steps run on: "compiled" or "torch" kernels."""
+        return "compiled" if self._model.is_fused else "torch"
+
     def close(self) -> None:
         """Leave the group. The region belongs to the caller."""
         self._collective.close()

@@ -188,7 +188,7 @@ def test_a_step_that_breaks_says_why_in_one_line_and_where_in_the_nodes_log(
     failed = node.run(step([5, 6, 7]))
     assert isinstance(failed, StepFailed)
     assert failed.reason == "RuntimeError: out of memory: tried to allocate too much"
-    assert node.logged == ["step_failed"]
+    assert node.logged == ["loaded", "step_failed"]
 
 
 def test_a_configuration_that_cannot_work_is_a_fatal_refusal(

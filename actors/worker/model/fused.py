@@ -178,7 +178,7 @@ def _suits(weight: torch.Tensor | None) -> bool:
 
 def fused_step(plan: StepPlan, rotations: torch.Tensor) -> FusedStep | None:
     """The step for ``FusedLayer``; None when it has prompt chunks or more tokens than the kernels are good for."""
-    if plan.decode is None or plan.prefills or plan.token_count > kernels.STEP_TOKENS_MAX:
+    if plan.decode is None or plan.prefills or plan.token_count > kernels.TOKENS_MAX:
         return None
     return FusedStep(plan.decode, rotations)
 

@@ -11,6 +11,7 @@
  * infinity propagate. Thread safety: calls with different scratch, caches and outputs are independent.
  */
 
+#include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -20,7 +21,8 @@ typedef int64_t i64;
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
-#define TILE 64 /* context positions whose scores are kept at a time */
+#define TILE 64  /* context positions whose scores are kept at a time */
+#define AHEAD 12 /* positions from a key that is used to the one that is fetched: rows are too short for the hardware */
 
 typedef struct {
     i64 threads, rows, width;
@@ -56,9 +58,13 @@ typedef struct {
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-INLINE float sum8(v8 x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
-
 INLINE v8 load(const float *p) { return *(const v8 *)p; }
+
+/* The sums of four vectors. */
+INLINE __m128 sums4(v8 a, v8 b, v8 c, v8 d) {
+    __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+    return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
 
 INLINE float dot(const float *a, const float *b, i64 n) {
     v8 sum = {0};
@@ -66,39 +72,54 @@ INLINE float dot(const float *a, const float *b, i64 n) {
     for (; k + 8 <= n; k += 8) sum += load(a + k) * load(b + k);
     float rest = 0;
     for (; k < n; k++) rest += a[k] * b[k];
-    return sum8(sum) + rest;
+    return _mm_cvtss_f32(sums4(sum, sum, sum, sum)) + rest;
 }
 
-/* y += a * x */
-INLINE void axpy(float *y, float a, const float *x, i64 n) {
-    i64 d = 0;
-    for (; d + 8 <= n; d += 8) *(v8 *)(y + d) += a * load(x + d);
-    for (; d < n; d++) y[d] += a * x[d];
-}
-
-/* Products of four weight rows with `count` (1 or 2) tokens, written to y[token * y_stride + 0..3]. Meanwhile rows
- * [from, to) of the four behind them are fetched. */
-INLINE void four_rows(const float *w, const float *x, i64 in, int count, float *y, i64 y_stride, i64 from, i64 to) {
-    v8 sums[2][4] = {{{0}}};
-    const float *ahead = w + 4 * in;
+/* Products of four rows w[0..3] with `count` (1 to 3, a constant) vectors x, x + x_stride, …, all of length n:
+ * y[t * y_stride + 0..3]. Meanwhile rows [from, to) of the four at `ahead` are fetched. */
+INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64 n, int count, float *y, i64 y_stride,
+                      const float *ahead, i64 from, i64 to) {
+    v8 sums[3][4];
+    for (int t = 0; t < count; t++)
+        for (int r = 0; r < 4; r++) sums[t][r] = (v8){0};
     i64 k = 0;
-    for (; k + 16 <= in; k += 16) {
-        for (int half = 0; half < 16; half += 8) {
-            v8 first = load(x + k + half), second = count == 2 ? load(x + in + k + half) : first;
+    for (; k + 16 <= n; k += 16) {
+        for (i64 half = k; half < k + 16; half += 8) {
+            v8 first = load(x + half), second = first, third = first;
+            if (count > 1) second = load(x + x_stride + half);
+            if (count > 2) third = load(x + 2 * x_stride + half);
             for (int r = 0; r < 4; r++) {
-                v8 row = load(w + r * in + k + half);
+                v8 row = load(w[r] + half);
                 sums[0][r] += row * first;
-                if (count == 2) sums[1][r] += row * second;
+                if (count > 1) sums[1][r] += row * second;
+                if (count > 2) sums[2][r] += row * third;
             }
         }
-        for (i64 r = from; r < to; r++) __builtin_prefetch(ahead + r * in + k, 0, 3);
+        for (i64 r = from; r < to; r++) __builtin_prefetch(ahead + r * n + k, 0, 3);
     }
-    for (int t = 0; t < count; t++)
-        for (int r = 0; r < 4; r++) {
-            float rest = 0;
-            for (i64 j = k; j < in; j++) rest += w[r * in + j] * x[t * in + j];
-            y[t * y_stride + r] = sum8(sums[t][r]) + rest;
-        }
+    for (int t = 0; t < count; t++) {
+        _mm_storeu_ps(y + t * y_stride, sums4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
+        for (i64 j = k; j < n; j++)
+            for (int r = 0; r < 4; r++) y[t * y_stride + r] += w[r][j] * x[t * x_stride + j];
+    }
+}
+
+/* The same for any number of vectors, three at a time. The first passes share the fetching of `ahead` (or NULL). */
+INLINE void four_rows_all(const float *const w[4], const float *x, i64 x_stride, i64 n, i64 vectors, float *y,
+                          i64 y_stride, const float *ahead) {
+    i64 passes = (vectors + 2) / 3, share = !ahead ? 0 : passes >= 4 ? 1 : (3 + passes) / passes, from = 0;
+    for (i64 t = 0; t < vectors; t += 3) {
+        i64 to = from + share < 4 ? from + share : 4;
+        const float *own = x + t * x_stride;
+        float *out = y + t * y_stride;
+        if (vectors - t >= 3)
+            four_rows(w, own, x_stride, n, 3, out, y_stride, ahead, from, to);
+        else if (vectors - t == 2)
+            four_rows(w, own, x_stride, n, 2, out, y_stride, ahead, from, to);
+        else
+            four_rows(w, own, x_stride, n, 1, out, y_stride, ahead, from, to);
+        from = to;
+    }
 }
 
 /* This thread's share of y [tokens, out] = x [tokens, in] · w [out, in]ᵀ; call from all threads of a region. */
@@ -107,16 +128,10 @@ INLINE void product(const float *x, i64 tokens, i64 in, const float *w, i64 out,
     i64 groups = (out + 3) / 4;
     i64 begin = groups * thread / threads * 4, end = groups * (thread + 1) / threads * 4;
     if (end > out) end = out;
-    i64 share = tokens >= 8 ? 1 : tokens >= 4 ? 2 : 4; /* rows ahead that each pair of tokens fetches */
     i64 o = begin;
     for (; o + 4 <= end; o += 4) {
-        const float *rows = w + o * in;
-        i64 t = 0;
-        for (; t + 2 <= tokens; t += 2) {
-            i64 from = t / 2 * share, to = from + share;
-            four_rows(rows, x + t * in, in, 2, y + t * out + o, out, from < 4 ? from : 4, to < 4 ? to : 4);
-        }
-        if (t < tokens) four_rows(rows, x + t * in, in, 1, y + t * out + o, out, tokens == 1 ? 0 : 4, 4);
+        const float *first = w + o * in, *const rows[4] = {first, first + in, first + 2 * in, first + 3 * in};
+        four_rows_all(rows, x, in, in, tokens, y + o, out, first + 4 * in);
     }
     for (; o < end; o++)
         for (i64 t = 0; t < tokens; t++) y[t * out + o] = dot(w + o * in, x + t * in, in);
@@ -206,44 +221,75 @@ INLINE i64 cache_row(const Step *step, i64 row, i64 position) {
     return block * step->block_size + position % step->block_size;
 }
 
+/* sums += the weighted sum of `count` (1 to 4) rows of length n */
+INLINE void add_rows(float *sums, const float *weights, const float *const rows[4], i64 count, i64 n) {
+    i64 d = 0;
+    if (count == 4)
+        for (; d + 8 <= n; d += 8)
+            *(v8 *)(sums + d) = load(sums + d) + (weights[0] * load(rows[0] + d) + weights[1] * load(rows[1] + d)) +
+                                (weights[2] * load(rows[2] + d) + weights[3] * load(rows[3] + d));
+    for (; d < n; d++)
+        for (i64 r = 0; r < count; r++) sums[d] += weights[r] * rows[r][d];
+}
+
+INLINE void fetch(const float *row, i64 n) {
+    for (i64 d = 0; d < n; d += 16) __builtin_prefetch(row + d, 0, 3);
+}
+
+/* Up to four rows of a tile from `first` on; beyond its end the last one again. */
+INLINE void pick_rows(const float *base, const i64 *places, i64 first, i64 size, const float *rows[4]) {
+    for (i64 r = 0; r < 4; r++) rows[r] = base + places[first + r < size ? first + r : size - 1];
+}
+
 /* All query heads of one KV head of one row over its context, tile by tile with a running maximum. */
 INLINE void attend(const Attention *layer, const Step *step, const float *projected, i64 row, i64 head, float *out,
                    float *scratch) {
     i64 dim = layer->head_dim, group = layer->query_heads / layer->kv_heads, queries = step->width * group;
     i64 in_width = projected_width(layer), out_width = layer->query_heads * dim, kv_width = layer->kv_heads * dim;
-    i64 start = step->starts[row], length = start + step->counts[row];
+    i64 start = step->starts[row], length = start + step->counts[row], places[TILE];
     float *scores = scratch, *maxima = scores + queries * TILE, *totals = maxima + queries, *sums = totals + queries;
-    float scale = 1.0f / sqrtf((float)dim);
+    const float *rows[4], *own_queries = projected + row * step->width * in_width + head * group * dim;
+    float scale = 1.0f / sqrtf((float)dim), raw[4 * TILE];
     for (i64 q = 0; q < queries; q++) maxima[q] = -INFINITY;
     memset(totals, 0, sizeof(float) * (size_t)(queries * (1 + dim))); /* and sums behind it */
     for (i64 begin = 0; begin < length; begin += TILE) {
         i64 size = length - begin < TILE ? length - begin : TILE;
-        for (i64 j = 0; j < size; j++) {
-            const float *key = layer->key + cache_row(step, row, begin + j) * kv_width + head * dim;
-            for (i64 q = 0; q < queries; q++) {
-                const float *query = projected + (row * step->width + q / group) * in_width + (head * group + q % group) * dim;
-                scores[q * TILE + j] = dot(query, key, dim) * scale;
+        for (i64 j = 0; j < size;) { /* block by block */
+            i64 in_block = step->block_size - (begin + j) % step->block_size;
+            i64 place = cache_row(step, row, begin + j) * kv_width + head * dim;
+            for (; in_block > 0 && j < size; in_block--, j++, place += kv_width) places[j] = place;
+        }
+        for (i64 j = 0; j < size; j += 4) {
+            for (i64 r = j; r < j + 4 && r < size; r++) {
+                fetch(layer->value + places[r], dim);
+                if (r + AHEAD < size) fetch(layer->key + places[r + AHEAD], dim);
             }
+            pick_rows(layer->key, places, j, size, rows);
+            for (i64 t = 0; t < step->width; t++)
+                for (i64 g = 0; g < group; g += TILE) {
+                    i64 count = group - g < TILE ? group - g : TILE;
+                    four_rows_all(rows, own_queries + t * in_width + g * dim, dim, dim, count, raw, 4, NULL);
+                    for (i64 q = 0; q < count; q++)
+                        for (i64 r = 0; r < 4 && j + r < size; r++)
+                            scores[(t * group + g + q) * TILE + j + r] = raw[q * 4 + r] * scale;
+                }
         }
         for (i64 q = 0; q < queries; q++) {
             i64 seen = start + q / group + 1 - begin; /* causal: how many of this tile this query may see */
             if (seen > size) seen = size;
-            float *own = scores + q * TILE, maximum = maxima[q];
+            if (seen <= 0) continue;
+            float *own = scores + q * TILE, *sum = sums + q * dim, maximum = maxima[q];
             for (i64 j = 0; j < seen; j++)
                 if (!(own[j] <= maximum)) maximum = own[j]; /* NaN wins, so that it is seen */
-            if (seen > 0) {
-                float factor = expf(maxima[q] - maximum), total = totals[q] * factor;
-                for (i64 d = 0; d < dim; d++) sums[q * dim + d] *= factor;
-                for (i64 j = 0; j < seen; j++) total += own[j] = expf(own[j] - maximum);
-                totals[q] = total;
-                maxima[q] = maximum;
+            float factor = expf(maxima[q] - maximum), total = totals[q] * factor;
+            for (i64 d = 0; d < dim; d++) sum[d] *= factor;
+            for (i64 j = 0; j < seen; j++) total += own[j] = expf(own[j] - maximum);
+            totals[q] = total;
+            maxima[q] = maximum;
+            for (i64 j = 0; j < seen; j += 4) {
+                pick_rows(layer->value, places, j, size, rows);
+                add_rows(sum, own + j, rows, seen - j < 4 ? seen - j : 4, dim);
             }
-            for (i64 j = seen > 0 ? seen : 0; j < size; j++) own[j] = 0;
-        }
-        for (i64 j = 0; j < size; j++) {
-            const float *value = layer->value + cache_row(step, row, begin + j) * kv_width + head * dim;
-            for (i64 q = 0; q < queries; q++)
-                if (scores[q * TILE + j] != 0) axpy(sums + q * dim, scores[q * TILE + j], value, dim);
         }
     }
     for (i64 q = 0; q < queries; q++) {
@@ -331,6 +377,33 @@ INLINE void normalise(const float *x, float eps, i64 n, float *unit) {
     for (i64 d = 0; d < n; d++) unit[d] = x[d] * scale;
 }
 
+/* remembered = keyᵀ · state and answered = queryᵀ · state, for state [dk, dv] */
+INLINE void read_state(const float *state, const float *key, const float *query, i64 dk, i64 dv, float *remembered,
+                       float *answered) {
+    i64 d = 0;
+    for (; d + 16 <= dv; d += 16) {
+        v8 sums[4] = {{0}};
+        for (i64 i = 0; i < dk; i++) {
+            v8 low = load(state + i * dv + d), high = load(state + i * dv + d + 8);
+            sums[0] += key[i] * low;
+            sums[1] += key[i] * high;
+            sums[2] += query[i] * low;
+            sums[3] += query[i] * high;
+        }
+        *(v8 *)(remembered + d) = sums[0];
+        *(v8 *)(remembered + d + 8) = sums[1];
+        *(v8 *)(answered + d) = sums[2];
+        *(v8 *)(answered + d + 8) = sums[3];
+    }
+    for (; d < dv; d++) {
+        remembered[d] = answered[d] = 0;
+        for (i64 i = 0; i < dk; i++) {
+            remembered[d] += key[i] * state[i * dv + d];
+            answered[d] += query[i] * state[i * dv + d];
+        }
+    }
+}
+
 /* One value head of one row: the delta rule token by token, each state to its own checkpoint, then the gated norm. */
 INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const float *packed, const float *convolved,
                  float *out, float *scratch) {
@@ -347,11 +420,7 @@ INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const 
         float decay = expf(softplus(in[out_width + layer->value_heads + head] + layer->dt_bias[head]) * layer->decay[head]);
         normalise(own + key_head * dk, layer->unit_eps, dk, query);
         normalise(own + (layer->key_heads + key_head) * dk, layer->unit_eps, dk, key);
-        memset(fresh, 0, sizeof(float) * (size_t)(2 * dv)); /* and mixed behind it */
-        for (i64 i = 0; i < dk; i++) {
-            axpy(fresh, key[i], state + i * dv, dv);
-            axpy(mixed, query[i], state + i * dv, dv);
-        }
+        read_state(state, key, query, dk, dv, fresh, mixed);
         float overlap = dot(query, key, dk);
         for (i64 d = 0; d < dv; d++) fresh[d] = (value[d] - decay * fresh[d]) * beta;
         for (i64 d = 0; d < dv; d++) mixed[d] = decay * mixed[d] + overlap * fresh[d];

@@ -50,6 +50,11 @@ class RankModel:
         """Whether this rank can run draft passes."""
         return self._weights.draft is not None and bool(self._caches.draft)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether decode steps run in the compiled kernels."""
+        return bool(self._fused)
+
     def forward(self, plan: StepPlan, tokens: torch.Tensor, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Final hidden states [N, hidden] (after the last norm) of ``tokens`` [N]; advances the caches."""
         x = self._embed(tokens)

@@ -2,7 +2,7 @@
 
 On the CPU decoding is bound by reading weights, and torch's product of a few rows with a row-major matrix reads them
 two to three times slower than memory allows. The compiled kernels (see ``kernels.py``) read them as fast as it does,
-for up to ``ROWS_MAX`` rows; larger batches are bound by arithmetic, for which a second layout, blocked for oneDNN, is
+for up to ``TOKENS_MAX`` rows; larger batches are bound by arithmetic, for which a second layout, blocked for oneDNN, is
 kept while the model is small enough to afford it. Where the kernels were not built, the blocked layout is the main
 one (measured, AVX2: 2 to 8 rows of a 2048 x 512 float32 product took 1.1 to 1.3 ms plain, 0.6 to 0.8 ms blocked; one
 row 0.42 ms plain, 0.26 ms with the longer side contiguous).
@@ -47,7 +47,7 @@ class Projection:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] → [N, out]."""
-        if self._kernels is not None and x.shape[0] <= kernels.ROWS_MAX:
+        if self._kernels is not None and x.shape[0] <= kernels.TOKENS_MAX:
             assert self.plain is not None
             return kernels.linear(self._kernels, x, self.plain)
         if self._blocked is None:
