@@ -89,6 +89,7 @@ OVERTAKEN: Final = ("ChunkArrived", "ChunkArrived", "ChunkMerged", "PushDrained"
 COUNTED: Final = (
     "Restored",
     "Restored",
+    "Restored",
     "ReceiveOpened",
     "ReceiveReleased",
     "PushClosed",
@@ -254,9 +255,9 @@ def _plan(random: Random, faults: frozenset[str], nodes: list[str], seed: int) -
     if "delay" in faults and random.random() < 0.3:
         match = MessageMatch(type=random.choice(OVERTAKEN), nth=random.choice((1, 1, 2, 3)))
         rules.append(Rule(do="delay", match=match, ms=OPTIONS.handoff_timeout_ms + 80.0 * random.random()))
-    if "duplicate" in faults and random.random() < 0.2:
-        match = MessageMatch(type=random.choice(COUNTED), nth=random.choice((1, 1, 2, 3)))
-        rules.append(Rule(do="duplicate", match=match, ms=random.choice((0.1, 2.0))))
+    if "duplicate" in faults and random.random() < 0.35:
+        match = MessageMatch(type=random.choice(COUNTED), nth=random.choice((0, 0, 1, 2)))  # 0: every one
+        rules.append(Rule(do="duplicate", match=match, ms=random.choice((0.1, 0.1, 2.0))))
     if "staging" in faults and random.random() < 0.3:
         match = MessageMatch(
             type=random.choice(("GrantLease", "OpenReceive", "ReserveLeases")),
