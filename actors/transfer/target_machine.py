@@ -15,9 +15,9 @@ Theory. One ``Receive`` per request attempt (states and table in ``receive.py``)
 * ``freeing``: nobody writes; the staging actor still must confirm that no merge runs. Then ``ReceiveReleased``.
 
 Invariants: a lease is given back only when ``undrained`` is empty and no own job is in flight; ``Restored`` and
-``RestoreFailed`` are sent at most once per attempt, never both; an attempt that was released never opens again under
-the same epoch; two attempts share nothing but the merge queue. Late messages (unknown attempt, other incarnation,
-other generation, state that no longer waits for them) change nothing and are counted.
+``RestoreFailed`` are sent at most once per attempt, never both; an attempt that was refused or released never
+opens again under the same epoch; two attempts share nothing but the merge queue. Late messages (unknown attempt, other
+incarnation, other generation, state that no longer waits for them) change nothing and are counted.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class TargetMachine:
             return self._opened(known) if known.state is ReceiveState.OPEN else self._late("OpenReceive")
         link = self._links.usable(message.source_instance, message.source_incarnation)
         if attempt in self._ended:
-            return [self._refused(attempt, sender, "this attempt was released before")]
+            return [self._refused(attempt, sender, "this attempt was refused or released before")]
         if link is None or not link.peer_is_source:
+            self._ended.add(attempt)  # refused once, refused for good: its double must not open it
             reason = f"no link with {message.source_instance} incarnation {message.source_incarnation}"
             return [self._refused(attempt, sender, reason)]
         receive = Receive(message, sender, now_ns, link, link.plans[self._rank])
@@ -117,6 +118,7 @@ class TargetMachine:
         receive.awaits_grant = False
         if receive.state is ReceiveState.OPENING:
             self._forget(receive)
+            self._ended.add(receive.attempt)
             return [self._refused(receive.attempt, receive.engine, message.reason)]
         return self._settle(now_ns, receive)
 

@@ -137,7 +137,7 @@ def test_an_epoch_that_was_released_never_opens_again_but_the_next_one_does() ->
     handoff.reserve()
     world.run()
     (refused,) = handoff.of(ReceiveRefused)
-    assert "released before" in refused.reason and world.nothing_is_left()
+    assert "refused or released before" in refused.reason and world.nothing_is_left()
     Handoff(world, FIRST, epoch=1).whole(CHUNK)
     world.assert_restored([FIRST])
 
@@ -366,9 +366,24 @@ def test_a_full_staging_area_refuses_and_takes_the_request_later() -> None:
     first.compute(CHUNK)
     first.pull()
     world.run()
-    second.reserve()  # the same epoch again: a refusal leaves no trace
+    second = Handoff(world, SECOND, epoch=1)
+    second.reserve()
     world.run()
     assert second.opened()
+
+
+def test_what_was_refused_is_not_opened_by_a_doubled_message() -> None:
+    """Its engine has forgotten it: nobody would release what a double opens."""
+    world = cluster(2, 1, options=Options(staging_mb=4))
+    first, second = Handoff(world, FIRST), Handoff(world, SECOND)
+    first.reserve()
+    second.reserve()
+    world.run()
+    first.release()
+    second.reserve()  # the double: now there is room
+    world.run()
+    assert len(second.of(ReceiveRefused)) == 2 and not second.opened()
+    assert world.nothing_is_left()
 
 
 # -- lost peers ---------------------------------------------------------------------------------------------------
@@ -562,6 +577,11 @@ def test_nothing_opens_before_the_link_stands() -> None:
     handoff.reserve()
     world.run()
     assert "no link with p0" in handoff.of(ReceiveRefused)[0].reason
+    handoff.reserve()
+    world.run()
+    assert "refused or released before" in handoff.of(ReceiveRefused)[-1].reason, (
+        "its double comes when the link may stand"
+    )
 
 
 # -- chance -------------------------------------------------------------------------------------------------------
