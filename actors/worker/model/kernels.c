@@ -139,7 +139,32 @@ INLINE void product(const float *x, i64 tokens, i64 in, const float *w, i64 out,
 
 /* -- small pieces -------------------------------------------------------------------------------------------------- */
 
+/* exp(x) to about one unit in the last place; below -87 it stops at exp(-87), above 88 at exp(88). NaN stays NaN: the
+ * processor's minimum and maximum give their second operand then. */
+INLINE v8 exp8(v8 x) {
+    __m256 bounded = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.0f), (__m256)x));
+    v8 n = (v8)_mm256_round_ps(_mm256_mul_ps(bounded, _mm256_set1_ps(1.44269504f)), 8); /* to nearest */
+    v8 r = (v8)bounded - n * 0.693359375f + n * 2.12194440e-4f;                        /* x - n ln 2, in two parts */
+    v8 p = ((((1.9875691e-4f * r + 1.3981999e-3f) * r + 8.3334519e-3f) * r + 4.1665796e-2f) * r + 1.6666665e-1f) * r;
+    p = (p + 5.0000001e-1f) * (r * r) + r + 1.0f;
+    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32((__m256)n), _mm256_set1_epi32(127)), 23);
+    return p * (v8)_mm256_castsi256_ps(power);
+}
+
+INLINE v8 sigmoid8(v8 x) { return 1.0f / (1.0f + exp8(-x)); }
+
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* y = x * sigmoid(x) * factor (or * 1 when factor is NULL) */
+INLINE void silu(const float *x, const float *factor, i64 n, float *y) {
+    i64 d = 0;
+    for (; d + 8 <= n; d += 8) {
+        v8 value = load(x + d) * sigmoid8(load(x + d));
+        if (factor) value *= load(factor + d);
+        *(v8 *)(y + d) = value;
+    }
+    for (; d < n; d++) y[d] = x[d] * sigmoid(x[d]) * (factor ? factor[d] : 1.0f);
+}
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
@@ -180,12 +205,13 @@ void kvferry_mlp(const Mlp *layer, const Step *step, const float *x, float *y) {
         norm_all(x, tokens, hidden, layer->norm, layer->eps, normed);
         product(normed, tokens, hidden, layer->gate_up, 2 * inner, both);
 #pragma omp barrier
-#pragma omp for schedule(static) collapse(2)
-        for (i64 t = 0; t < tokens; t++)
-            for (i64 d = 0; d < inner; d++) {
-                float gate = both[t * 2 * inner + d];
-                active[t * inner + d] = gate * sigmoid(gate) * both[t * 2 * inner + inner + d];
-            }
+        i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        i64 begin = inner * thread / threads, end = inner * (thread + 1) / threads;
+        for (i64 t = 0; t < tokens; t++) {
+            const float *gate = both + t * 2 * inner;
+            silu(gate + begin, gate + inner + begin, end - begin, active + t * inner + begin);
+        }
+#pragma omp barrier
         product(active, tokens, inner, layer->down, hidden, y);
     }
 }
@@ -241,51 +267,67 @@ INLINE void pick_rows(const float *base, const i64 *places, i64 first, i64 size,
     for (i64 r = 0; r < 4; r++) rows[r] = base + places[first + r < size ? first + r : size - 1];
 }
 
+/* Raw scores of one query's `seen` positions of a tile become weights; what was summed before them is brought to the new
+ * maximum. A score that is not a number makes the total, and so the output, not a number. */
+INLINE void weigh(float *scores, i64 seen, float scale, float *maximum, float *total, float *sums, i64 dim) {
+    for (i64 j = seen; j % 8; j++) scores[j] = -INFINITY;
+    __m256 highest = _mm256_set1_ps(-INFINITY);
+    for (i64 j = 0; j < seen; j += 8) {
+        v8 scaled = load(scores + j) * scale;
+        *(v8 *)(scores + j) = scaled;
+        highest = _mm256_max_ps(highest, (__m256)scaled);
+    }
+    float new_maximum = *maximum;
+    for (int d = 0; d < 8; d++)
+        if (((v8)highest)[d] > new_maximum) new_maximum = ((v8)highest)[d];
+    if (new_maximum > *maximum) {
+        float factor = expf(*maximum - new_maximum);
+        *total *= factor;
+        for (i64 d = 0; d < dim; d++) sums[d] *= factor;
+        *maximum = new_maximum;
+    }
+    v8 sum = {0};
+    for (i64 j = 0; j < seen; j += 8) {
+        v8 weights = exp8(load(scores + j) - new_maximum);
+        *(v8 *)(scores + j) = weights;
+        sum += weights;
+    }
+    *total += _mm_cvtss_f32(sums4(sum, sum, sum, sum));
+}
+
 /* All query heads of one KV head of one row over its context, tile by tile with a running maximum. */
 INLINE void attend(const Attention *layer, const Step *step, const float *projected, i64 row, i64 head, float *out,
                    float *scratch) {
     i64 dim = layer->head_dim, group = layer->query_heads / layer->kv_heads, queries = step->width * group;
     i64 in_width = projected_width(layer), out_width = layer->query_heads * dim, kv_width = layer->kv_heads * dim;
-    i64 start = step->starts[row], length = start + step->counts[row], places[TILE];
+    i64 start = step->starts[row], length = start + step->counts[row], places[TILE + AHEAD];
     float *scores = scratch, *maxima = scores + queries * TILE, *totals = maxima + queries, *sums = totals + queries;
     const float *rows[4], *own_queries = projected + row * step->width * in_width + head * group * dim;
-    float scale = 1.0f / sqrtf((float)dim), raw[4 * TILE];
+    float scale = 1.0f / sqrtf((float)dim);
     for (i64 q = 0; q < queries; q++) maxima[q] = -INFINITY;
     memset(totals, 0, sizeof(float) * (size_t)(queries * (1 + dim))); /* and sums behind it */
     for (i64 begin = 0; begin < length; begin += TILE) {
-        i64 size = length - begin < TILE ? length - begin : TILE;
-        for (i64 j = 0; j < size;) { /* block by block */
+        i64 left = length - begin, size = left < TILE ? left : TILE, reach = left < TILE + AHEAD ? left : TILE + AHEAD;
+        for (i64 j = 0; j < reach;) { /* block by block */
             i64 in_block = step->block_size - (begin + j) % step->block_size;
             i64 place = cache_row(step, row, begin + j) * kv_width + head * dim;
-            for (; in_block > 0 && j < size; in_block--, j++, place += kv_width) places[j] = place;
+            for (; in_block > 0 && j < reach; in_block--, j++, place += kv_width) places[j] = place;
         }
         for (i64 j = 0; j < size; j += 4) {
             for (i64 r = j; r < j + 4 && r < size; r++) {
                 fetch(layer->value + places[r], dim);
-                if (r + AHEAD < size) fetch(layer->key + places[r + AHEAD], dim);
+                if (r + AHEAD < reach) fetch(layer->key + places[r + AHEAD], dim);
             }
             pick_rows(layer->key, places, j, size, rows);
             for (i64 t = 0; t < step->width; t++)
-                for (i64 g = 0; g < group; g += TILE) {
-                    i64 count = group - g < TILE ? group - g : TILE;
-                    four_rows_all(rows, own_queries + t * in_width + g * dim, dim, dim, count, raw, 4, NULL);
-                    for (i64 q = 0; q < count; q++)
-                        for (i64 r = 0; r < 4 && j + r < size; r++)
-                            scores[(t * group + g + q) * TILE + j + r] = raw[q * 4 + r] * scale;
-                }
+                four_rows_all(rows, own_queries + t * in_width, dim, dim, group, scores + t * group * TILE + j, TILE, NULL);
         }
         for (i64 q = 0; q < queries; q++) {
             i64 seen = start + q / group + 1 - begin; /* causal: how many of this tile this query may see */
             if (seen > size) seen = size;
             if (seen <= 0) continue;
-            float *own = scores + q * TILE, *sum = sums + q * dim, maximum = maxima[q];
-            for (i64 j = 0; j < seen; j++)
-                if (!(own[j] <= maximum)) maximum = own[j]; /* NaN wins, so that it is seen */
-            float factor = expf(maxima[q] - maximum), total = totals[q] * factor;
-            for (i64 d = 0; d < dim; d++) sum[d] *= factor;
-            for (i64 j = 0; j < seen; j++) total += own[j] = expf(own[j] - maximum);
-            totals[q] = total;
-            maxima[q] = maximum;
+            float *own = scores + q * TILE, *sum = sums + q * dim;
+            weigh(own, seen, scale, maxima + q, totals + q, sum, dim);
             for (i64 j = 0; j < seen; j += 4) {
                 pick_rows(layer->value, places, j, size, rows);
                 add_rows(sum, own + j, rows, seen - j < 4 ? seen - j : 4, dim);
@@ -367,7 +409,7 @@ INLINE void convolve(const Delta *layer, const Step *step, i64 row, i64 begin, i
         for (i64 c = begin; c < end; c++) own[c] = window[t * channels + c] * layer->kernel[c];
         for (i64 k = 1; k < taps; k++)
             for (i64 c = begin; c < end; c++) own[c] += window[(t + k) * channels + c] * layer->kernel[k * channels + c];
-        for (i64 c = begin; c < end; c++) own[c] *= sigmoid(own[c]);
+        silu(own + begin, NULL, end - begin, own + begin);
     }
 }
 
@@ -433,7 +475,7 @@ INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const 
         state = next;
         float *target = out + token * out_width + head * dv;
         rms_norm(mixed, layer->gated_norm, layer->output_eps, dv, target);
-        for (i64 d = 0; d < dv; d++) target[d] *= gate[d] * sigmoid(gate[d]);
+        silu(gate, target, dv, target);
     }
 }
 
