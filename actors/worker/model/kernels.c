@@ -267,8 +267,8 @@ INLINE void pick_rows(const float *base, const i64 *places, i64 first, i64 size,
     for (i64 r = 0; r < 4; r++) rows[r] = base + places[first + r < size ? first + r : size - 1];
 }
 
-/* Raw scores of one query's `seen` positions of a tile become weights; what was summed before them is brought to the new
- * maximum. A score that is not a number makes the total, and so the output, not a number. */
+/* Raw scores of one query's `seen` positions of a tile become weights; what was summed before them is brought to the
+ * new maximum. A score that is not a number makes the total, and so the output, not a number. */
 INLINE void weigh(float *scores, i64 seen, float scale, float *maximum, float *total, float *sums, i64 dim) {
     for (i64 j = seen; j % 8; j++) scores[j] = -INFINITY;
     __m256 highest = _mm256_set1_ps(-INFINITY);
@@ -320,7 +320,8 @@ INLINE void attend(const Attention *layer, const Step *step, const float *projec
             }
             pick_rows(layer->key, places, j, size, rows);
             for (i64 t = 0; t < step->width; t++)
-                four_rows_all(rows, own_queries + t * in_width, dim, dim, group, scores + t * group * TILE + j, TILE, NULL);
+                four_rows_all(rows, own_queries + t * in_width, dim, dim, group, scores + t * group * TILE + j, TILE,
+                              NULL);
         }
         for (i64 q = 0; q < queries; q++) {
             i64 seen = start + q / group + 1 - begin; /* causal: how many of this tile this query may see */
@@ -337,7 +338,8 @@ INLINE void attend(const Attention *layer, const Step *step, const float *projec
     for (i64 q = 0; q < queries; q++) {
         i64 token = row * step->width + q / group, place = (head * group + q % group) * dim;
         const float *gate = projected + token * in_width + (layer->query_heads + layer->kv_heads) * dim + place;
-        for (i64 d = 0; d < dim; d++) out[token * out_width + place + d] = sums[q * dim + d] / totals[q] * sigmoid(gate[d]);
+        float *own = out + token * out_width + place;
+        for (i64 d = 0; d < dim; d++) own[d] = sums[q * dim + d] / totals[q] * sigmoid(gate[d]);
     }
 }
 
@@ -368,7 +370,8 @@ void kvferry_attention(const Attention *layer, const Step *step, const float *x,
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (i64 row = 0; row < step->rows; row++)
             for (i64 head = 0; head < layer->kv_heads; head++)
-                attend(layer, step, projected, row, head, mixed, tiles + omp_get_thread_num() * attend_scratch(layer, step));
+                attend(layer, step, projected, row, head, mixed,
+                       tiles + omp_get_thread_num() * attend_scratch(layer, step));
         product(mixed, tokens, out_width, layer->output, hidden, y);
     }
 }
@@ -393,8 +396,8 @@ i64 kvferry_delta_scratch(const Delta *layer, const Step *step) {
 }
 
 /* Channels [begin, end) of one row: silu of the causal convolution for its tokens; moves the slot's window on. */
-INLINE void convolve(const Delta *layer, const Step *step, i64 row, i64 begin, i64 end, const float *packed, float *window,
-                     float *out) {
+INLINE void convolve(const Delta *layer, const Step *step, i64 row, i64 begin, i64 end, const float *packed,
+                     float *window, float *out) {
     i64 channels = channel_count(layer), in_width = delta_width(layer), taps = layer->taps, width = step->width;
     size_t bytes = sizeof(float) * (size_t)(end - begin);
     float *cache = layer->conv + step->slots[row] * layer->columns * channels + begin;
@@ -408,7 +411,8 @@ INLINE void convolve(const Delta *layer, const Step *step, i64 row, i64 begin, i
         float *own = out + (row * width + t) * channels;
         for (i64 c = begin; c < end; c++) own[c] = window[t * channels + c] * layer->kernel[c];
         for (i64 k = 1; k < taps; k++)
-            for (i64 c = begin; c < end; c++) own[c] += window[(t + k) * channels + c] * layer->kernel[k * channels + c];
+            for (i64 c = begin; c < end; c++)
+                own[c] += window[(t + k) * channels + c] * layer->kernel[k * channels + c];
         silu(own + begin, NULL, end - begin, own + begin);
     }
 }
@@ -459,7 +463,8 @@ INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const 
         const float *in = packed + token * in_width + channels, *own = convolved + token * channels;
         const float *value = own + 2 * layer->key_heads * dk + head * dv, *gate = in + head * dv;
         float beta = sigmoid(in[out_width + head]);
-        float decay = expf(softplus(in[out_width + layer->value_heads + head] + layer->dt_bias[head]) * layer->decay[head]);
+        float rate = softplus(in[out_width + layer->value_heads + head] + layer->dt_bias[head]);
+        float decay = expf(rate * layer->decay[head]);
         normalise(own + key_head * dk, layer->unit_eps, dk, query);
         normalise(own + (layer->key_heads + key_head) * dk, layer->unit_eps, dk, key);
         read_state(state, key, query, dk, dv, fresh, mixed);
@@ -482,7 +487,8 @@ INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const 
 /* y [tokens, hidden] = the gated delta-net of the normed x: this rank's part; advances CONV and SSM of each row. */
 void kvferry_delta(const Delta *layer, const Step *step, const float *x, float *y) {
     i64 rows = step->rows, tokens = rows * step->width, hidden = layer->hidden;
-    i64 channels = channel_count(layer), in_width = delta_width(layer), out_width = layer->value_heads * layer->value_dim;
+    i64 channels = channel_count(layer), in_width = delta_width(layer);
+    i64 out_width = layer->value_heads * layer->value_dim;
     i64 window_rows = layer->taps - 1 + step->width;
     float *normed = step->scratch, *packed = normed + tokens * hidden, *windows = packed + tokens * in_width;
     float *convolved = windows + rows * window_rows * channels, *mixed = convolved + tokens * channels;
