@@ -7,7 +7,6 @@ chats).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +27,7 @@ LOGPROBS_MAX = 20
 N_MAX = 128
 SAMPLES_MAX = 1024
 STOPS_MAX = 16
+TOKEN_ID_DIGITS_MAX = 10
 REQUEST_ID_LENGTH_MAX = 128
 
 _RANGES: dict[str, tuple[float, float, float]] = {
@@ -35,6 +35,7 @@ _RANGES: dict[str, tuple[float, float, float]] = {
     "min_p": (0.0, 1.0, 0.0),
     "frequency_penalty": (-2.0, 2.0, 0.0),
     "presence_penalty": (-2.0, 2.0, 0.0),
+    "repetition_penalty": (0.01, 100.0, 1.0),  # beyond that float32 logits overflow
 }
 """Parameter → (least, most, OpenAI's default)."""
 
@@ -115,7 +116,7 @@ def _prompt(item: Any, add_special_tokens: bool, tokenizer: CheckpointTokenizer)
 def chat_prompt(body: ChatBody, tokenizer: CheckpointTokenizer) -> tuple[Prompt, ...]:
     """The one prompt of a chat request, rendered by the checkpoint's template. Raises ``ApiError``."""
     messages = check_messages(body.messages)
-    reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.chat_template_kwargs)
+    reserved = {"messages", "tools", "documents", "add_generation_prompt", "self"} & set(body.chat_template_kwargs)
     if reserved:
         raise invalid("chat_template_kwargs", sorted(reserved)[0], "that name has a parameter of its own")
     try:
@@ -247,10 +248,6 @@ def _sampling(
     top_p = body.top_p if body.top_p is not None else recommended.get("top_p", 1.0)
     if not 0.0 < top_p <= 1.0:
         raise invalid("top_p", top_p, "more than 0 and at most 1")
-    repetition = body.repetition_penalty
-    repetition = repetition if repetition is not None else recommended.get("repetition_penalty", 1.0)
-    if not 0.0 < repetition < math.inf:
-        raise invalid("repetition_penalty", repetition, "more than 0")
     top_k = body.top_k if body.top_k is not None else int(recommended.get("top_k", 0))
     if top_k < -1:
         raise invalid("top_k", top_k, "at least 1, or 0 or -1 for all tokens")
@@ -263,8 +260,8 @@ def _sampling(
         frequency_penalty=ranged["frequency_penalty"],
         presence_penalty=ranged["presence_penalty"],
         top_p=float(top_p),
-        top_k=max(top_k, 0),
-        repetition_penalty=float(repetition),
+        top_k=min(max(top_k, 0), tokenizer.vocab_size),  # what is larger means all tokens, and may not fit a message
+        repetition_penalty=ranged["repetition_penalty"],
         logit_bias=_check_logit_bias(body.logit_bias, tokenizer),
         min_tokens=min_tokens,
         max_tokens=max_tokens,
@@ -291,7 +288,7 @@ def _count_in_range(name: str, value: int | None, low: int, high: int, *, defaul
 def _check_logit_bias(bias: dict[str, float], tokenizer: CheckpointTokenizer) -> tuple[tuple[int, float], ...]:
     checked = []
     for key, value in bias.items():
-        if not key.isascii() or not key.isdigit() or int(key) >= tokenizer.vocab_size:
+        if len(key) > TOKEN_ID_DIGITS_MAX or not key.isascii() or not key.isdigit() or int(key) >= tokenizer.vocab_size:
             raise invalid("logit_bias", key, f"keys are token ids from 0 to {tokenizer.vocab_size - 1}")
         if not -100.0 <= value <= 100.0:
             raise invalid("logit_bias", value, "values are -100 to 100")

@@ -124,7 +124,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     """The body in ``data``. Raises ``ApiError`` 400 that names the field at fault."""
     try:
         fields = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(fields).__name__}")

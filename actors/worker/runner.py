@@ -22,7 +22,7 @@ from actors.worker.mirror import HostMirror
 from actors.worker.model.model import RankModel
 from actors.worker.model.plan import PlanGeometry, RowSpec, StepPlan, plan_step
 from actors.worker.model.weights import Progress, load_weights
-from actors.worker.sampler import choose, token_logprobs
+from actors.worker.sampler import NOTHING_TO_DRAW, choose, token_logprobs
 from actors.worker.sampling_rules import Draw, adjust
 from actors.worker.sequences import OpenSequence, Pending, SequenceTable
 from actors.worker.settings import RankPlan
@@ -273,6 +273,10 @@ class ModelRunner:
 
     def _decide_together(self, works: list[_Work], logits: torch.Tensor, draws: list[Draw], finite: list[bool]) -> None:
         adjusted = adjust(logits, draws)
+        if adjusted is not logits:  # the rules of a row may leave it without a token, greedy or not
+            drawable = torch.isfinite(adjusted.amax(-1)).tolist()
+            if any(raw and not left for raw, left in zip(finite, drawable, strict=True)):
+                raise ValueError(NOTHING_TO_DRAW)
         plain = all(not work.proposal.tokens for work in works)
         best = choose(adjusted, draws) if plain else adjusted.argmax(-1).tolist()
         begin = 0

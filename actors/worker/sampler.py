@@ -17,6 +17,8 @@ from actors.worker.random_streams import Stream, uniform
 from actors.worker.sampling_rules import Draw, is_greedy, probabilities
 from messages.requests import TokenLogprobs
 
+NOTHING_TO_DRAW = "no token is left to draw: the request's rules exclude every one, or make its logits no numbers"
+
 LOGPROB_ROWS_MAX = 64
 """Rows of logits that are in float64 at once while prompt log-probabilities are computed."""
 
@@ -35,9 +37,14 @@ def choose(adjusted: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def invert(weights: torch.Tensor, points: Sequence[float]) -> list[int]:
-    """Per row of ``weights`` [M, V] ≥ 0 (not necessarily normalised), the token in which its point in [0, 1) falls."""
+    """Per row of ``weights`` [M, V] ≥ 0 (not necessarily normalised), the token in which its point in [0, 1) falls.
+
+    Raises ``ValueError`` for a row without any weight, or with one that is no number.
+    """
     cumulative = weights.cumsum(-1)
     whole = cumulative[:, -1:]
+    if not bool(((whole > 0.0) & torch.isfinite(whole)).all()):
+        raise ValueError(NOTHING_TO_DRAW)
     targets = torch.tensor(points, dtype=weights.dtype, device=weights.device).unsqueeze(-1) * whole
     # Rounding may put the target onto the whole sum; the last token with any weight then is the answer.
     targets = torch.minimum(targets, torch.nextafter(whole, torch.zeros_like(whole)))

@@ -96,9 +96,12 @@ def test_a_chat_may_use_the_rest_of_the_context(tokenizer: CheckpointTokenizer) 
         ("frequency_penalty", 2.5),
         ("presence_penalty", -3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-320),
+        ("repetition_penalty", 1e39),
         ("logit_bias", {"99999": 1}),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": 101}),
+        ("logit_bias", {"9" * 5000: 1}),
         ("min_tokens", -1),
         ("min_tokens", 17),
         ("max_tokens", 0),
@@ -170,7 +173,12 @@ def test_unknown_parameters_are_refused_and_labels_are_accepted(tokenizer: Check
     assert plan(tokenizer, **dict.fromkeys(ACCEPTED_WITHOUT_EFFECT, "x")).samples
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'"x"'])
+def test_a_top_k_beyond_the_vocabulary_means_all_tokens_and_fits_a_message(tokenizer: CheckpointTokenizer) -> None:
+    (sample,) = plan(tokenizer, top_k=1 << 64).samples
+    assert sample.sampling.top_k == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'"x"', b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_body(data, CompletionBody)
@@ -203,7 +211,8 @@ def test_messages_that_are_not_text_of_a_known_role_are_refused(
 
 
 def test_template_variables_may_not_replace_parameters(tokenizer: CheckpointTokenizer) -> None:
-    assert refusal(tokenizer, chat=True, chat_template_kwargs={"tools": []}).param == "chat_template_kwargs"
+    for name in ("tools", "self"):
+        assert refusal(tokenizer, chat=True, chat_template_kwargs={name: 1}).param == "chat_template_kwargs"
 
 
 def test_request_ids_are_short_and_printable() -> None:

@@ -14,7 +14,7 @@ from actors.worker import sampling_rules
 from actors.worker.sampling_rules import Draw
 from messages.batch import SequenceStart
 from messages.requests import SamplingParams
-from tests.worker.harness import Generated, LocalEngine, Request, prompts_of
+from tests.worker.harness import TINY, Generated, LocalEngine, Request, prompts_of
 
 PROMPTS = prompts_of([9, 21, 30])
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -63,6 +63,28 @@ def test_a_row_whose_sampling_raises_fails_alone_at_its_first_token_or_later(
     results = engine.generate(PROMPTS, [GREEDY, poisoned, GREEDY])
     assert results[1].error == "sampling failed for this sequence: ZeroDivisionError: nobody foresaw this value"
     assert len(results[1].token_ids) <= from_token
+    assert [results[0].token_ids, results[2].token_ids] == [tokens[0], tokens[2]]
+    assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == tokens, "the rank lives"
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"min_tokens": 4, "stop_token_ids": tuple(range(TINY.vocab_size))},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e39},
+    ],
+    ids=["every token excluded", "no numbers", "overflow"],
+)
+def test_rules_that_leave_no_token_fail_their_row_alone(
+    engine: LocalEngine, tokens: list[list[int]], rules: dict[str, Any], temperature: float, penalty: float
+) -> None:
+    """Whatever the rules, a row draws a token of the vocabulary or fails: an index beyond it would break the step."""
+    excluded = msgspec.structs.replace(GREEDY, temperature=temperature, seed=3, frequency_penalty=penalty, **rules)
+    results = engine.generate(PROMPTS, [GREEDY, excluded, GREEDY])
+    assert results[1].error.startswith("sampling failed for this sequence") and results[1].token_ids == []
     assert [results[0].token_ids, results[2].token_ids] == [tokens[0], tokens[2]]
     assert [result.token_ids for result in engine.generate(PROMPTS, GREEDY)] == tokens, "the rank lives"
 
