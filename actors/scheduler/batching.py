@@ -20,8 +20,10 @@ takes along the other samples of that prompt (see ``siblings.py``).
 
 A decode row that needs a block when none is free first gives up speculation, then preempts the *youngest* sequence,
 offline before online (perhaps itself): it loses its memory, goes back to the queue and later computes prompt and output
-again, so its tokens do not change. A sequence is only ever taken on if alone it fits the whole pool, so the oldest
-always gets on. An online sequence at the head of the queue preempts offline ones to get in.
+again. What it has said stays; what follows is the same for greedy rows and without drafts, and for sampled ones with
+drafts has the same distribution (which streams a token is drawn from depends on the drafts before it). A sequence is
+only ever taken on if alone it fits the whole pool, so the oldest always gets on. An online sequence at the head of the
+queue preempts offline ones to get in.
 
 Online and offline (C26): an offline sequence gets rows only in a step in which every online sequence got what it can
 use. There is no aging: offline lives on what is left over, and gets all of it in the same step. Online is never held
