@@ -22,10 +22,21 @@ class RequestError(RuntimeError):
 
 
 def error_text(body: bytes) -> str:
+    """What an error's body says, OpenAI's way or any other."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body.decode("utf-8", "replace")
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """The event in one line of a stream; None for lines without one. Raises ``RequestError`` for an error."""
+    if not line.startswith("data: {"):
+        return None
+    event: dict[str, Any] = json.loads(line[6:])
+    if "error" in event:
+        raise RequestError(int(event["error"].get("code") or 500), str(event["error"]["message"]))
+    return event
 
 
 def open_client(url: str) -> httpx.AsyncClient:
@@ -49,12 +60,9 @@ async def stream(client: httpx.AsyncClient, payload: dict[str, Any]) -> AsyncIte
         if response.status_code != 200:
             raise RequestError(response.status_code, error_text(await response.aread()))
         async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RequestError(int(event["error"].get("code") or 500), str(event["error"]["message"]))
-            yield event
+            event = event_of(line)
+            if event is not None:
+                yield event
 
 
 async def _complete_all(

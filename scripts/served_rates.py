@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actors.runtime.config import Options
-from scripts.client import RequestError, error_text
+from scripts.client import RequestError, error_text, event_of
 from scripts.cluster import Cluster
 from scripts.rates import Rates
 
@@ -67,18 +67,16 @@ class ServedRates:
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n"
         writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        status = int((await reader.readline()).split()[1])
         arrived = []
-        while line := await reader.readline():
-            if status != 200 or not line.startswith(b"data: {"):
-                if status != 200 and line.startswith(b"{"):
-                    raise RequestError(status, error_text(line))
-                continue
-            event = msgspec.json.decode(line[6:])
-            if "error" in event:
-                raise RequestError(int(event["error"].get("code") or 500), str(event["error"]["message"]))
-            ids = event["choices"][0].get("token_ids") if event["choices"] else None
-            if ids:
-                arrived.append((time.perf_counter(), ids))
-        writer.close()
+        try:
+            status = int((await reader.readline()).split()[1])
+            if status != 200:
+                raise RequestError(status, error_text((await reader.read()).partition(b"\r\n\r\n")[2]))
+            while line := await reader.readline():
+                event = event_of(line.decode())
+                ids = event["choices"][0].get("token_ids") if event and event["choices"] else None
+                if ids:
+                    arrived.append((time.perf_counter(), ids))
+        finally:
+            writer.close()
         return arrived

@@ -201,6 +201,8 @@ class TicketStream:
 
     def work_off(self, job: Job) -> None:
         """Turn a job into text, and wake whoever waits for news. Event loop only."""
+        if self.refusal is not None:
+            return  # it has failed, and its cancellation is on its way
         try:
             self._apply(job)
         except Exception as error:  # one request's text must not take the others with it

@@ -149,7 +149,8 @@ class ProcessExecutor:
 
     @staticmethod
     def _environment(config: NodeConfig) -> dict[str, str]:
-        """This process's own; threads as configured; on ranks that hand caches over, what makes long copies fast."""
+        """This process's own; threads and their spinning as configured; on ranks that hand caches over, what makes long
+        copies fast."""
         copying = dict(COPY_ENVIRONMENT) if config.role in ("PREFILL", "DECODE") else {}
         return _SPIN_VARIABLES | copying | dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(config.threads))
 

@@ -133,7 +133,7 @@ def test_whoever_waits_when_the_actor_stops_gets_an_error() -> None:
 def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
     async def body(bench: Bench) -> None:
         broken, healthy = bench.open(), bench.open()
-        bench.run(tokens(0, ticket=1), tokens(97, ticket=2), end(ticket=2))
+        bench.run(tokens(0, ticket=1), tokens(0, first_index=1, ticket=1), tokens(97, ticket=2), end(ticket=2))
         while await broken.news():
             pass
         while await healthy.news():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
 import sys
@@ -27,13 +28,16 @@ SHAPES = {
 }
 
 
-def needs_kernels() -> None:
-    if kernels.library() is None:
-        pytest.fail("the kernels are not built: pip install -e . (or python setup.py build_ext --inplace)")
-
-
 builds_here = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
 built = pytest.mark.skipif(not builds_here, reason="no C compiler for x86-64 Linux: the kernels are optional")
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL:
+    """The kernels, which must be there."""
+    found = kernels.library()
+    assert found is not None, "the kernels are not built: pip install -e . (or python setup.py build_ext --inplace)"
+    return found
 
 
 @pytest.fixture
@@ -43,10 +47,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @built
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_product_equals_torch_for_any_number_of_rows_and_any_sizes(threads: int) -> None:
-    needs_kernels()
-    library = kernels.library()
-    assert library is not None
+def test_a_product_equals_torch_for_any_number_of_rows_and_any_sizes(library: ctypes.CDLL, threads: int) -> None:
     torch.set_num_threads(threads)
     for tokens in (*range(1, 18), 32, kernels.TOKENS_MAX):
         for inputs, outputs in ((1, 1), (7, 5), (16, 4), (33, 130), (512, 66)):
@@ -56,10 +57,7 @@ def test_a_product_equals_torch_for_any_number_of_rows_and_any_sizes(threads: in
 
 
 @built
-def test_a_value_that_is_not_finite_shows_in_its_own_row_only() -> None:
-    needs_kernels()
-    library = kernels.library()
-    assert library is not None
+def test_a_value_that_is_not_finite_shows_in_its_own_row_only(library: ctypes.CDLL) -> None:
     x, weight = torch.randn(8, 40), torch.randn(24, 40)
     x[3, 7] = float("nan")
     product = kernels.linear(library, x, weight)
@@ -67,7 +65,7 @@ def test_a_value_that_is_not_finite_shows_in_its_own_row_only() -> None:
 
 
 def _run(model_dir: Path, tp_size: int, depth: int) -> tuple[list[list[int]], list[torch.Tensor], int]:
-    """Tokens, every rank's caches, and how many steps drafted more than one width at once."""
+    """Tokens, every rank's caches, and how many drafts were accepted."""
     with LocalEngine(model_dir, tp_size, speculative_tokens=depth) as engine:
         results = engine.generate(prompts_of(LENGTHS, 300), GREEDY, arrivals=(0, 0, 0, 2, 3))
         regions = [torch.frombuffer(region, dtype=torch.float32).clone() for region in engine.regions]
@@ -79,9 +77,8 @@ def _run(model_dir: Path, tp_size: int, depth: int) -> tuple[list[list[int]], li
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_tokens_and_caches_equal_the_torch_path(
-    shape: str, tp_size: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: ctypes.CDLL, shape: str, tp_size: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_kernels()
     if tp_size == 2 and SHAPES[shape].linear_key_heads == 1:
         tp_size = 1
     model_dir = tiny_checkpoint(tmp_path / "model", sizes=SHAPES[shape])

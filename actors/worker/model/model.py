@@ -61,10 +61,8 @@ class RankModel:
         rotations = self._shape.rotations(plan.positions)
         step = fused_step(plan, rotations) if self._fused else None
         for index, (layer, cache) in enumerate(zip(self._weights.layers, self._caches.layers, strict=True)):
-            if step is not None:
-                x = self._fused_layer(x, self._fused[index], step, reduces=True)
-            else:
-                x = self._layer(x, layer, cache, plan, rotations, reduces=True)
+            fused = (self._fused[index], step) if step is not None else None
+            x = self._layer(x, layer, cache, plan, rotations, fused, reduces=True)
             if layer_done is not None and isinstance(cache, KVCache):
                 layer_done(index)
         return rms_norm(x, self._weights.norm, self._eps)
@@ -83,10 +81,8 @@ class RankModel:
             x = self.collective.all_reduce(x)
         rotations = self._shape.rotations(plan.positions)
         step = fused_step(plan, rotations) if self._fused_draft else None
-        if step is not None:
-            x = self._fused_layer(x, self._fused_draft[0], step, reduces=not draft.replicated)
-        else:
-            x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, reduces=not draft.replicated)
+        fused = (self._fused_draft[0], step) if step is not None else None
+        x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, fused, reduces=not draft.replicated)
         return rms_norm(x, draft.norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,12 +99,6 @@ class RankModel:
         rows = weight.index_select(0, local.masked_fill(outside, 0))
         return self.collective.all_reduce(rows.masked_fill_(outside.unsqueeze(-1), 0.0))
 
-    def _fused_layer(self, x: torch.Tensor, layer: FusedLayer, step: FusedStep, *, reduces: bool) -> torch.Tensor:
-        mixed = layer.mix(x, step)
-        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
-        out = layer.mlp(x, step)
-        return x.add_(self.collective.all_reduce(out) if reduces else out)
-
     def _layer(
         self,
         x: torch.Tensor,
@@ -116,17 +106,31 @@ class RankModel:
         cache: KVCache | DeltaCache,
         plan: StepPlan,
         rotations: torch.Tensor,
+        fused: tuple[FusedLayer, FusedStep] | None,
         *,
         reduces: bool,
+    ) -> torch.Tensor:
+        """``fused``: the layer's compiled halves and the step for them, instead of torch's."""
+        mixed = fused[0].mix(x, fused[1]) if fused is not None else self._mix(x, layer, cache, plan, rotations)
+        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
+        out = fused[0].mlp(x, fused[1]) if fused is not None else self._mlp(x, layer)
+        return x.add_(self.collective.all_reduce(out) if reduces else out)
+
+    def _mix(
+        self,
+        x: torch.Tensor,
+        layer: LayerWeights,
+        cache: KVCache | DeltaCache,
+        plan: StepPlan,
+        rotations: torch.Tensor,
     ) -> torch.Tensor:
         normed = rms_norm(x, layer.input_norm, self._eps)
         if isinstance(layer.mixer, AttentionWeights):
             assert isinstance(cache, KVCache)
-            mixed = attention(normed, layer.mixer, cache, plan, rotations, self._shape)
-        else:
-            assert isinstance(cache, DeltaCache)
-            mixed = delta_net(normed, layer.mixer, cache, plan, self._delta_shape)
-        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
+            return attention(normed, layer.mixer, cache, plan, rotations, self._shape)
+        assert isinstance(cache, DeltaCache)
+        return delta_net(normed, layer.mixer, cache, plan, self._delta_shape)
+
+    def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         normed = rms_norm(x, layer.mlp_norm, self._eps)
-        out = layer.down(swiglu(layer.gate_up(normed)))
-        return x.add_(self.collective.all_reduce(out) if reduces else out)
+        return layer.down(swiglu(layer.gate_up(normed)))
