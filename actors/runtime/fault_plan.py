@@ -6,7 +6,8 @@ A plan is a seed and rules. A rule says where it applies and what it does there:
 
     - match: {type: ChunkArrived, sender: "p0.*", nth: 2}   # also: receiver, request, from_nth, times, probability …
       do: drop                                              # drop, delay, duplicate, reorder, corrupt, refuse
-      ms: 50                                                # delay, duplicate: so late; reorder: at most (else 20)
+      ms: 50                                                # delay, duplicate: so late (else 20); reorder: the next
+                                                            # message of the link passes it, or so late if none comes
 
 ``at`` — a point of the protocol, or a time after a node's start::
 
@@ -144,6 +145,8 @@ def _check(number: int, rule: Rule) -> None:
         raise _refuse(number, "nth and times count from 1 (0: any), from_nth from 1")
     if rule.match is not None:
         _check_type(number, rule.match.type)
+        if rule.do == "reorder" and not rule.delay_ms:
+            raise _refuse(number, "reorder with ms: 0 would wait for no other message to pass; the least is above 0")
         if rule.do == "refuse" and rule.match.type not in REFUSABLE:
             raise _refuse(
                 number, f"refuse answers requests for room; type: {rule.match.type} is none of {', '.join(REFUSABLE)}"

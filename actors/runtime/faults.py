@@ -126,7 +126,6 @@ class NodeInjector:
         self._lock = threading.Lock()
         self._cut: list[Callable[[str], bool]] = []  # nodes that we do not reach
         self._slow_ms = 0.0
-        self._random = Random(f"{plan.seed} {node} {incarnation}")
         self._messages: list[tuple[str, _Armed]] = []
         self._points: dict[str, list[tuple[str, _Armed]]] = {"sent": [], "handled": []}
         self._writes: list[_Armed] = []
@@ -230,7 +229,7 @@ class NodeInjector:
             case "duplicate":
                 return (Delivery(0.0, envelope), Delivery(rule.delay_ms, envelope))
             case "reorder":
-                return (Delivery(self._random.random() * rule.delay_ms, envelope),)
+                return (Delivery(rule.delay_ms, envelope, swap=True),)
             case "corrupt":
                 return (Delivery(0.0, envelope, corrupt=True),)
             case _:

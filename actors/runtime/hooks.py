@@ -31,12 +31,14 @@ class Recorder(Protocol):
 class Delivery(NamedTuple):
     """One thing to do with an envelope that is about to leave: hand it over after ``delay_ms``.
 
-    ``corrupt``: its bytes are damaged on the way, so that its receiver cannot decode it.
+    ``corrupt``: its bytes are damaged on the way, so that its receiver cannot decode it. ``swap``: it goes right behind
+    the next message of its link (``swaps.py``), after ``delay_ms`` at the latest.
     """
 
     delay_ms: float
     envelope: Envelope
     corrupt: bool = False
+    swap: bool = False
 
 
 class Injector(Protocol):

@@ -15,6 +15,7 @@ from itertools import count
 
 from actors.runtime.hooks import Delivery, Injector, NoInjector, Recorder
 from actors.runtime.log import Log
+from actors.runtime.swaps import Swaps
 from actors.runtime.timers import Timers
 from messages.base import Message, instance_of
 from messages.cluster import ClusterView, InstanceLost
@@ -64,6 +65,7 @@ class PostOffice:
         self._next_count = count(1).__next__
         self._senders: dict[str, set[str]] = {}  # peer node → local addresses that sent there
         self._dead: dict[str, int] = {}  # instance → newest dead incarnation
+        self._swaps: Swaps[str, Envelope] = Swaps()  # by peer node: what the next message to it is to pass
         self.dropped_dead = 0
         self.dropped_unknown = 0
 
@@ -123,11 +125,13 @@ class PostOffice:
         if self._injector is None:
             self._forward(envelope, False, parcels)
             return
-        for delay_ms, outgoing, corrupt in self._injector.on_send(time.monotonic_ns(), envelope):
-            if delay_ms > 0:
-                self._forward_later(Delivery(delay_ms, outgoing, corrupt))
+        for delivery in self._injector.on_send(time.monotonic_ns(), envelope):
+            if delivery.swap:
+                self._forward_behind_next(delivery, parcels)
+            elif delivery.delay_ms > 0:
+                self._forward_later(delivery)
             else:
-                self._forward(outgoing, corrupt, parcels)
+                self._forward(delivery.envelope, delivery.corrupt, parcels)
 
     def _forward(self, envelope: Envelope, corrupt: bool, parcels: dict[str, list[bytes]]) -> None:
         node, _, actor = envelope.to.partition("/")
@@ -149,6 +153,23 @@ class PostOffice:
         if waiting is None:
             parcels[node] = waiting = []
         waiting.append(damaged(parcel) if corrupt else parcel)
+        if self._swaps and (passed := self._swaps.passed(node)) is not None:
+            self._forward(passed, False, parcels)
+
+    def _forward_behind_next(self, delivery: Delivery, parcels: dict[str, list[bytes]]) -> None:
+        """Hold an envelope until the next one to its node is on the way, ``delay_ms`` at most."""
+        envelope, node = delivery.envelope, delivery.envelope.to.partition("/")[0]
+        if not self._swaps.hold(node, envelope):
+            self._forward(envelope, False, parcels)
+            return
+
+        def due() -> None:
+            if self._swaps.overdue(node, envelope):
+                late: dict[str, list[bytes]] = {}
+                self._forward(envelope, False, late)
+                self.ship(late)
+
+        self._timers.start(delivery.delay_ms, due)
 
     def _forward_later(self, delivery: Delivery) -> None:
         def due() -> None:

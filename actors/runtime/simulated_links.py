@@ -99,9 +99,13 @@ class Links:
         self._last_due[link] = due
         return (due,)
 
-    def lets_pass(self, link: Link) -> bool:
-        """Whether a message that is about to travel by ``link`` lets the next one pass first."""
-        return link not in self._blocked and self._random.random() < self.settings.reorder
+    def lets_pass(self) -> bool:
+        """Whether a message that is about to travel lets the next one of its link pass first."""
+        return self._random.random() < self.settings.reorder
+
+    def is_blocked(self, link: Link) -> bool:
+        """Whether the link is cut."""
+        return link in self._blocked
 
     def block(self, source: str, target: str, *, hold: bool = True) -> None:
         """Cut the link from ``source`` to ``target``; ``hold`` keeps what is sent until it heals, else it is lost."""

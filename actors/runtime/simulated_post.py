@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from actors.runtime.simulated_links import Links
 from actors.runtime.simulated_nodes import SimulatedNode
+from actors.runtime.swaps import Swaps
 from messages.base import Message
 from messages.cluster import ClusterView, InstanceLost
 from messages.codec import MalformedFrame, decode, encode
@@ -60,7 +61,7 @@ class SimulatedPost:
         self.stale_count = 0
         self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
         self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
-        self._passed: dict[tuple[str, str], list[tuple[SimulatedNode | None, bytes]]] = {}  # link → lets the next pass
+        self._swaps: Swaps[tuple[str, str], tuple[SimulatedNode | None, bytes]] = Swaps()  # what lets the next one pass
         self._heard: dict[tuple[str, str], list[tuple[int, bytes]]] = {}  # (life, request) → newest epoch's messages
         self._places = _Places()
 
@@ -100,7 +101,9 @@ class SimulatedPost:
         if not deliveries and node.recorder is not None:
             node.recorder.sent(envelope, 0)
         for delivery in deliveries:
-            if delivery.delay_ms:
+            if delivery.swap:
+                self._transmit(node, delivery.envelope, delivery.corrupt, int(delivery.delay_ms * 1e6))
+            elif delivery.delay_ms:
                 due = simulation.now_ns + int(delivery.delay_ms * 1e6)
                 late = (delivery.envelope, delivery.corrupt)
                 simulation.push(due, node, self._transmit_late, node, late)
@@ -110,7 +113,7 @@ class SimulatedPost:
     def _transmit_late(self, node: SimulatedNode, late: tuple[Envelope, bool]) -> None:
         self._transmit(node, late[0], late[1])
 
-    def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool) -> None:
+    def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool, swap_ns: int = 0) -> None:
         if type(envelope.message) in _NEWS:
             self._read_news(node, envelope.message)
         name, actor_name, _ = self._places[envelope.to]
@@ -125,7 +128,7 @@ class SimulatedPost:
         if senders is None:
             senders = node.sent_to[name] = {}
         senders[envelope.sender] = None
-        count = self.dispatch(node, name, b"\xc1" + frame if corrupt else frame)
+        count = self.dispatch(node, name, b"\xc1" + frame if corrupt else frame, swap_ns)
         if count != 1 and node.record_fault is not None:
             text = "link: lost or held" if count == 0 else "link: duplicated"
             node.record_fault(self._simulation.now_ns, envelope, text)
@@ -146,8 +149,11 @@ class SimulatedPost:
 
     # -- links ----------------------------------------------------------------------------------------------------
 
-    def dispatch(self, source: SimulatedNode, name: str, frame: bytes) -> int:
-        """Put a frame on the link to the life of ``name`` that is up; returns how often it will arrive."""
+    def dispatch(self, source: SimulatedNode, name: str, frame: bytes, swap_ns: int = 0) -> int:
+        """Put a frame on the link to the life of ``name`` that is up; returns how often it will arrive.
+
+        ``swap_ns``: behind the next frame of that link, so much later at most.
+        """
         simulation = self._simulation
         target = simulation.nodes.get(name)
         if target is None or not target.alive:
@@ -156,23 +162,24 @@ class SimulatedPost:
                 return 1
             target = None
         link = (source.name, name)
-        if self._links.reorders and self._links.lets_pass(link):
-            self._passed.setdefault(link, []).append((target, frame))
-            latest_ns = simulation.now_ns + int(self._links.settings.reorder_ms * 1e6)
-            simulation.push(latest_ns, None, self._no_longer_wait, link, None)
-            return 1
+        if self._links.reorders and self._links.lets_pass():
+            swap_ns = int(self._links.settings.reorder_ms * 1e6)
+        if swap_ns and not self._links.is_blocked(link):
+            waiting = (target, frame)
+            if self._swaps.hold(link, waiting):
+                simulation.push(simulation.now_ns + swap_ns, None, self._no_longer_wait, link, waiting)
+                return 1
         dues = self._links.due(simulation.now_ns, link, source, frame)
         for due in dues:
             heappush(simulation.heap, (due, simulation.next_number(), None, self._arrive, target, frame))
-        if self._passed and dues and link in self._passed:
-            for passed in self._passed.pop(link):
-                simulation.push(dues[0], None, self._arrive, *passed)
+        if self._swaps and dues and (passed := self._swaps.passed(link)) is not None:
+            simulation.push(dues[0], None, self._arrive, *passed)
         return len(dues)
 
-    def _no_longer_wait(self, link: tuple[str, str], _: None) -> None:
-        """Nothing came that could overtake what waits on this link."""
-        for target, frame in self._passed.pop(link, ()):
-            self._arrive(target, frame)
+    def _no_longer_wait(self, link: tuple[str, str], waiting: tuple[SimulatedNode | None, bytes]) -> None:
+        """It arrives now, unless another message has passed it."""
+        if self._swaps.overdue(link, waiting):
+            self._arrive(*waiting)
 
     def _wait(self, source: SimulatedNode, name: str, frame: bytes) -> None:
         waiting = self._waiting.setdefault(name, [])

@@ -77,6 +77,7 @@ def test_write_rules_can_be_said_in_one_line() -> None:
         ({"do": "kill", "at": {"node": "d0.ctl"}}, "exactly one of sent, handled, after_ms; found none"),
         ({"do": "partition", "at": {"after_ms": 1}}, "go together"),
         ({"do": "refuse", "match": {"type": "Stop"}}, "none of GrantLease"),
+        ({"do": "reorder", "match": {"type": "Stop"}, "ms": 0}, "the least is above 0"),
         ({"do": "explode", "write": {}}, "allowed: fail, slow, tear"),
         ({"do": "stall", "at": {"handled": "Stop"}}, "needs for_ms"),
     ],

@@ -84,13 +84,37 @@ def test_times_from_nth_and_probability_limit_a_rule() -> None:
 
 
 def test_delay_duplicate_reorder_and_corrupt_say_what_is_delivered() -> None:
-    def deliveries(text: str) -> list[tuple[float, bool]]:
-        return [(delivery.delay_ms, delivery.corrupt) for delivery in injector(text)[0].on_send(0, envelope())]
+    def deliveries(text: str) -> list[tuple[float, bool, bool]]:
+        return [(one.delay_ms, one.corrupt, one.swap) for one in injector(text)[0].on_send(0, envelope())]
 
-    assert deliveries("delay ms=7") == [(7.0, False)]
-    assert deliveries("duplicate ms=9") == [(0.0, False), (9.0, False)]
-    assert deliveries("corrupt") == [(0.0, True)]
-    assert 0.0 <= deliveries("reorder ms=4")[0][0] <= 4.0
+    assert deliveries("delay ms=7") == [(7.0, False, False)]
+    assert deliveries("duplicate ms=9") == [(0.0, False, False), (9.0, False, False)]
+    assert deliveries("corrupt") == [(0.0, True, False)]
+    assert deliveries("reorder ms=4") == [(4.0, False, True)]
+    assert deliveries("reorder") == [(20.0, False, True)]
+
+
+def swapped_by(seed: int) -> list[int]:
+    """The order in which a simulated receiver sees 0, 1, 2, … when a plan reorders three in ten."""
+    simulation = Simulation(1)
+    plan = ClusterInjector(parse_line(f"seed={seed}; reorder type=ClosePush probability=0.3 ms=9"))
+    plan.attach(simulation)
+    receiver = Keeper()
+    simulation.add_machine("d0.r0/transfer", receiver)
+    for number in range(40):
+        simulation.post("p0.r0/transfer", "d0.r0/transfer", ClosePush(request_id="r", epoch=number))
+    simulation.run()
+    return [message.epoch for message in receiver.seen]  # type: ignore[attr-defined]
+
+
+def test_reordering_swaps_neighbours_and_the_seed_says_which() -> None:
+    order = swapped_by(seed=5)
+    assert sorted(order) == list(range(40))
+    moved = [(place, number) for place, number in enumerate(order) if place != number]
+    assert 6 <= len(moved) <= 30
+    assert {abs(place - number) for place, number in moved} == {1}, "each changed places with its neighbour only"
+    assert order == swapped_by(seed=5)
+    assert order != swapped_by(seed=6)
 
 
 def test_inside_a_node_nothing_is_lost_but_room_can_be_refused() -> None:

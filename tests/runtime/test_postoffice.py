@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,6 +161,10 @@ class Plan:
                 return (Delivery(0.0, envelope), Delivery(0.0, envelope))
             case "corrupt":
                 return (Delivery(0.0, envelope, corrupt=True),)
+            case "behind":
+                return (Delivery(60_000.0, envelope, swap=True),)
+            case "behind or soon":
+                return (Delivery(20.0, envelope, swap=True),)
         return (Delivery(0.0, envelope),)
 
     def on_handled(self, now_ns: int, envelope: Envelope) -> None:
@@ -183,3 +188,42 @@ def test_injected_faults_strike_on_the_way(make: Make, to: str) -> None:
         text("plain"),
         text("delay"),
     ]
+
+
+def test_a_reordered_message_goes_right_behind_the_next_one_of_its_link(make: Make) -> None:
+    """Another link does not release it, nor does a message that is lost; its neighbours keep their order."""
+    one, _ = make("one")
+    _, remote = make("other")
+    _, third = make("third")
+    one.office._injector = Plan()
+    for words in ("before", "behind", "drop"):
+        one.post("main", "other/main", text(words))
+    one.post("main", "third/main", text("elsewhere"))
+    third.wait_for(1)
+    one.post("main", "other/main", text("next"))
+    one.post("main", "other/main", text("after"))
+    seen = [message for _, message in remote.wait_for(4)]
+    assert seen == [text("before"), text("next"), text("behind"), text("after")]
+
+
+def test_messages_that_are_all_reordered_swap_in_pairs(make: Make) -> None:
+    one, _ = make("one")
+    _, remote = make("other")
+    one.office._injector = Plan()
+    one.office._injector.on_send = lambda now_ns, envelope: (Delivery(60_000.0, envelope, swap=True),)
+    for number in range(6):
+        one.post("main", "other/main", text(str(number)))
+    assert [message.reason for _, message in remote.wait_for(6)] == list("103254")  # type: ignore[attr-defined]
+
+
+def test_a_reordered_message_that_nothing_follows_goes_when_its_time_is_up(make: Make) -> None:
+    one, _ = make("one")
+    _, remote = make("other")
+    one.office._injector = Plan()
+    sent_ns = time.monotonic_ns()
+    one.post("main", "other/main", text("behind or soon"))
+    assert [message for _, message in remote.wait_for(1)] == [text("behind or soon")]
+    assert remote.times_ns[0] - sent_ns >= 20_000_000
+    one.post("main", "other/main", text("plain"))
+    one.post("main", "other/main", text("plain"))
+    assert [message for _, message in remote.wait_for(3)][1:] == [text("plain")] * 2, "it does not come twice"
