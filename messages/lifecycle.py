@@ -123,6 +123,20 @@ class PeerLost(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class NotSent(Message, frozen=True, kw_only=True):
+    """Post office → the local actor that sent it: no bytes can carry your message about this request, it is lost.
+
+    ``what`` is the message's type, ``to`` whom it was for. Whoever owns the request fails it with ``reason``; for
+    anybody else it is one more lost message.
+    """
+
+    request_id: str
+    epoch: int
+    what: str
+    to: str
+    reason: str
+
+
 class ActorDied(Message, frozen=True, kw_only=True):
     """Runtime → node bootstrap: an actor's ``on_receive`` raised; its node fails as a unit."""
 

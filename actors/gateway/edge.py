@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from actors.gateway.detokenizer import TextStream
 from actors.gateway.errors import ApiError
 from actors.gateway.jobs import DeliverEnd, DeliverRefusal, DeliverTokens, PublishInstances, PublishLoad
@@ -19,6 +21,7 @@ from actors.gateway.metrics import GatewayMetrics
 from actors.runtime.context import Done, Emit
 from actors.runtime.machine import Job
 from messages.base import Message
+from messages.codec import UnencodableValue, check_carried
 from messages.gateway import ClientCancel, ClientStopped, ClientSubmit, Delivered, Sample
 from messages.requests import TokenLogprobs
 
@@ -223,6 +226,20 @@ class TicketStream:
                 self.refusal = ApiError(job.code, job.message, job.param, job.retry_after_s)
 
 
+def _refusal_of(samples: Sequence[Sample]) -> ApiError | None:
+    """Why instances cannot be told of these samples. The one gate for values that clients send: what a message cannot
+    carry, whatever it is, fails here and fails its own request only. A prompt that samples share is looked at once."""
+    seen: set[int] = set()
+    for sample in samples:
+        prompt = sample.prompt_token_ids
+        try:
+            check_carried(msgspec.structs.replace(sample, prompt_token_ids=()) if id(prompt) in seen else sample)
+        except UnencodableValue as error:
+            return ApiError(400, f"the request holds a value that cannot be passed on: {error}")
+        seen.add(id(prompt))
+    return None
+
+
 class Edge:
     """Carries out the gateway machine's jobs, and lets HTTP handlers talk to it. Thread-safe.
 
@@ -251,6 +268,9 @@ class Edge:
             stream = TicketStream(self._ticket_count, samples, self._post, self._inbox)
             if self._not_serving:
                 stream.refusal = ApiError(503, self._not_serving, retry_after_s=1)
+            else:
+                stream.refusal = _refusal_of([sample.sample for sample in samples])
+            if stream.refusal is not None:
                 return stream
             self._streams[stream.ticket] = stream
         submit = ClientSubmit(

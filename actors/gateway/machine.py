@@ -48,7 +48,7 @@ from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTime
 from messages.base import REGISTRY, Message, attempt_of, control_address, first_epoch, instance_of
 from messages.cluster import ClusterView, Heartbeat, InstanceLost, ViewRequest
 from messages.gateway import ClientCancel, ClientStopped, ClientSubmit, Delivered
-from messages.lifecycle import Drain, Drained, PeerLost, StatusReport, StatusRequest
+from messages.lifecycle import Drain, Drained, NotSent, PeerLost, StatusReport, StatusRequest
 from messages.requests import CancelRequest, Failed, Finished, Generation
 from messages.timers import InstanceTimer, RequestTimer
 
@@ -113,6 +113,8 @@ class GatewayMachine:
                 return self._on_status_report(now_ns, message)
             case PeerLost():
                 return self._on_peer_lost(now_ns, message)
+            case NotSent():
+                return self._on_not_sent(now_ns, message)
             case RequestTimer():
                 return self._on_request_timer(now_ns, message)
             case InstanceTimer():
@@ -341,6 +343,14 @@ class GatewayMachine:
             if instance_of(message.node) in holders:
                 record.suspect(now_ns - _QUIET_NS)
         return []
+
+    def _on_not_sent(self, now_ns: int, message: NotSent) -> list[Effect]:
+        """Something about this request cannot be said, now or later: another attempt would not help."""
+        record = self._current(message.request_id, message.epoch)
+        if record is None:
+            return []
+        effects = self._attempts.withdraw(record, message.reason)
+        return effects + self._attempts.end(now_ns, record, "error", 500, message.reason)
 
     # -- time --------------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ from actors.runtime.swaps import Swaps
 from actors.runtime.timers import Timers
 from messages.base import Message, instance_of
 from messages.cluster import ClusterView, InstanceLost
-from messages.codec import encode
+from messages.codec import UnencodableValue, encode
 from messages.envelope import Envelope
-from messages.lifecycle import PeerLost
+from messages.lifecycle import NotSent, PeerLost
 from transport.links import Alone, Links
 
 POST = "post"
-"""Name of the post office itself as a sender (of ``PeerLost``)."""
+"""Name of the post office itself as a sender (of ``PeerLost`` and ``NotSent``)."""
 
 Accept = Callable[[int, Sequence[Envelope]], None]
 """``accept(session, envelopes)``: put envelopes into an actor's mailbox. Any thread; never blocks. Session 0: local."""
@@ -34,6 +34,17 @@ Accept = Callable[[int, Sequence[Envelope]], None]
 def damaged(parcel: bytes) -> bytes:
     """The bytes of an envelope after a fault on the way: no receiver can decode them."""
     return Alone(b"\xc1" + parcel[1:])  # 0xc1 is never used in msgpack
+
+
+def not_sent(envelope: Envelope, error: UnencodableValue) -> NotSent:
+    """What the sender of an envelope that cannot be encoded is told. Raises ``error`` when it names no request: nobody
+    could answer for it, so its sender must fail."""
+    request_id: str = getattr(envelope.message, "request_id", "")
+    if not request_id:
+        raise error
+    epoch: int = getattr(envelope.message, "epoch", 0)
+    what = type(envelope.message).__name__
+    return NotSent(request_id=request_id, epoch=epoch, what=what, to=envelope.to, reason=str(error))
 
 
 class PostOffice:
@@ -142,7 +153,13 @@ class PostOffice:
             if not corrupt:
                 self._hand_over(actor, 0, (envelope,))
             return
-        parcel = encode(envelope)
+        try:
+            parcel = encode(envelope)
+        except UnencodableValue as error:
+            told = not_sent(envelope, error)
+            self._log.write(POST, "error", "not_sent", {"message": told.what, "to": told.to, "reason": told.reason})
+            self.post(f"{self.node}/{POST}", envelope.sender, told, envelope)
+            return
         self._recorder.sent(envelope, len(parcel))
         senders = self._senders.get(node)
         if senders is None:

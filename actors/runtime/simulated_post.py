@@ -13,12 +13,13 @@ from heapq import heappush
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+from actors.runtime.postoffice import not_sent
 from actors.runtime.simulated_links import Links
 from actors.runtime.simulated_nodes import SimulatedNode
 from actors.runtime.swaps import Swaps
 from messages.base import Message
 from messages.cluster import ClusterView, InstanceLost
-from messages.codec import MalformedFrame, decode, encode
+from messages.codec import MalformedFrame, UnencodableValue, decode, encode
 from messages.envelope import MESSAGE_TYPES, Envelope
 from messages.lifecycle import PeerLost
 
@@ -120,7 +121,11 @@ class SimulatedPost:
         if name == node.name:
             self._deliver_inside(node, actor_name, envelope)
             return
-        frame = encode(envelope)
+        try:
+            frame = encode(envelope)
+        except UnencodableValue as error:
+            self.send_from(node, f"{node.name}/post", envelope.sender, not_sent(envelope, error), envelope.message_id)
+            return
         self.frame_count += 1
         if node.recorder is not None:
             node.recorder.sent(envelope, len(frame))

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from actors.runtime.config import NodeConfig
+from messages.base import Message
 from messages.envelope import Envelope
 
 TRACE_VERSION: Final = 1
@@ -65,9 +66,16 @@ def encode_record(entry: RingEntry, payloads: bool) -> bytes:
             envelope.trace_id,
             envelope.epoch,
             envelope.incarnation,
-            text.encode() if kind == FAULT else _encode(message) if payloads else b"",
+            text.encode() if kind == FAULT else _payload(message) if payloads else b"",
         )
     )
+
+
+def _payload(message: Message) -> bytes:
+    try:
+        return _encode(message)
+    except Exception:  # inside a node a message may hold what has no bytes; recording it must not fail its sender
+        return b""
 
 
 class RingRecorder:

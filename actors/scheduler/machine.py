@@ -44,12 +44,12 @@ from actors.scheduler.prefill_side import PrefillSide
 from actors.scheduler.report import fail_request
 from actors.scheduler.settings import Capacity, SchedulerSettings
 from actors.scheduler.side import Side
-from messages.base import Message, control_address
+from messages.base import GATEWAY, Message, control_address
 from messages.batch import BatchResult, StepFailed
 from messages.cluster import Heartbeat, InstanceInfo
 from messages.handoff import AddNewRequest, RequestRefused
-from messages.lifecycle import Drain, Drained, EngineReady
-from messages.requests import SubmitRequest
+from messages.lifecycle import Drain, Drained, EngineReady, NotSent
+from messages.requests import CancelRequest, Failed, SubmitRequest
 from messages.timers import InstanceTimer, RequestTimer
 
 
@@ -98,6 +98,8 @@ class SchedulerMachine:
                 self._on_batch_result(now_ns, message)
             case StepFailed():
                 self._on_step_failed(message)
+            case NotSent():
+                self._on_not_sent(now_ns, sender, message)
             case RequestTimer():
                 if self.side is not None:
                     self.side.on_timer(now_ns, message)
@@ -201,6 +203,14 @@ class SchedulerMachine:
             return
         self.state = SchedulerState.BROKEN
         self.out.note("error", "a step broke, the instance ends", step=message.step, reason=message.reason)
+
+    def _on_not_sent(self, now_ns: int, sender: str, message: NotSent) -> None:
+        """A message about a request holds what no bytes can carry: that request fails, and nothing else."""
+        if message.what != Failed.__name__:  # said to be failed already; the gateway asks about it before long
+            fail_request(self.out, GATEWAY, message.request_id, message.epoch, 500, message.reason)
+        if self.side is not None:
+            cancel = CancelRequest(request_id=message.request_id, epoch=message.epoch, reason=message.reason)
+            self.side.handle(now_ns, sender, cancel)
 
     def _on_drain(self, sender: str, message: Drain) -> None:
         if self.side is not None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.gateway.detokenizer import TextStream
 from actors.gateway.edge import Edge, SampleStream, TicketStream
@@ -13,8 +15,11 @@ from actors.gateway.jobs import DeliverEnd, DeliverTokens, PublishInstances, Tim
 from actors.gateway.metrics import GatewayMetrics
 from actors.runtime.machine import Job
 from messages.base import Message
+from messages.codec import decode, encode
+from messages.envelope import Envelope
 from messages.gateway import ClientCancel, ClientStopped, ClientSubmit, Delivered, Sample
 from messages.requests import PhaseTimes, SamplingParams, Usage
+from tests.messages.samples import unruly
 
 
 class Letters:
@@ -188,5 +193,40 @@ def test_deltas_are_given_once_and_add_up_to_the_total() -> None:
         assert (first.text, second.text, stream.samples[0].take().text) == ("ab", "c", "")
         first.add(second)
         assert first == stream.samples[0].total
+
+    in_loop(body)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), unruly(), min_size=1, max_size=2))
+def test_a_value_that_no_message_can_carry_fails_its_request_alone(fields: dict[str, object]) -> None:
+    """Whatever it is and whichever field holds it: what reaches the machine can be sent and read."""
+
+    async def body(bench: Bench) -> None:
+        sample = Sample(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(**fields))  # type: ignore[arg-type]
+        stream = bench.edge.open("r", [SampleStream(sample, TextStream(Letters()))], "online")
+        if stream.failure is not None:
+            assert stream.failure.code == 400
+            assert not await stream.news()
+            assert bench.posted == []
+        else:
+            (submit,) = bench.posted
+            assert isinstance(submit, ClientSubmit)
+            assert decode(encode(Envelope(message_id="1", sender="a/b", to="c/d", sent_ns=1, message=submit)))
+        assert bench.open().failure is None, "the next request is taken"
+
+    in_loop(body)
+
+
+def test_every_sample_is_looked_at_and_a_shared_prompt_once() -> None:
+    async def body(bench: Bench) -> None:
+        prompt = (1, 2, 3)
+        samplings = [SamplingParams(), SamplingParams(seed=1 << 70)]
+        samples = [Sample(request_id="r", prompt_token_ids=prompt, sampling=sampling) for sampling in samplings]
+        streams = [SampleStream(sample, TextStream(Letters())) for sample in samples]
+        failure = bench.edge.open("r", streams, "online").failure
+        assert failure is not None and "cannot be passed on" in failure.message
+        other = Sample(request_id="r", prompt_token_ids=(1, 1 << 70), sampling=SamplingParams())
+        assert bench.edge.open("r", [*streams[:1], SampleStream(other, TextStream(Letters()))], "online").failure
 
     in_loop(body)

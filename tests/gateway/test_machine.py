@@ -10,7 +10,7 @@ from actors.gateway.machine import CLOSE_WAIT_MS, GAP_WAIT_MS, QUIET_MS, ROLL_CA
 from actors.gateway.rollcall import PATIENCE_NS
 from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, REGISTRY, SUPERVISOR, attempt_of, first_epoch
 from messages.cluster import ClusterView, Heartbeat, ViewRequest
-from messages.lifecycle import Drain, Drained, PeerLost
+from messages.lifecycle import Drain, Drained, NotSent, PeerLost
 from messages.requests import TokenLogprobs
 from messages.timers import RequestTimer
 from tests.gateway.harness import PROMPT, Harness, instance
@@ -467,6 +467,18 @@ def test_a_broken_link_makes_the_gateway_ask_about_the_requests_behind_it() -> N
     gateway.handle("front/office", PeerLost(node="m0.ctl", reason="broken"))
     gateway.advance(ROLL_CALL_MS)
     assert {to for to, _ in gateway.status_requests()} == {"m0", "m1"}
+
+
+def test_a_request_of_which_something_cannot_be_said_ends_alone_with_the_reason() -> None:
+    gateway = Harness("m0")
+    gateway.submit("a", ticket=1)
+    gateway.submit("b", ticket=2)
+    unsaid = NotSent(request_id="a", epoch=0, what="SubmitRequest", to="m0.ctl/scheduler", reason="integer too large")
+    gateway.handle("front/post", unsaid)
+    gateway.handle("front/post", unsaid)
+    (end,) = gateway.ends()
+    assert (end.code, end.message) == (500, "integer too large")
+    assert [to for to, *_ in gateway.cancels()] == ["m0"]
 
 
 def test_a_request_past_its_deadline_ends_with_504_and_is_cancelled() -> None:

@@ -72,3 +72,19 @@ def envelopes(inside: st.SearchStrategy[Message]) -> st.SearchStrategy[Envelope]
         epoch=number,
         incarnation=number,
     )
+
+
+def unruly() -> st.SearchStrategy[object]:
+    """Anything that a field could be given by mistake or malice: of its type or not, with bytes or without."""
+    leaves = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(1 << 70), 1 << 70),
+        st.floats(),
+        st.text(st.characters(categories=None), max_size=5),  # lone surrogates too
+        st.binary(max_size=5),
+        st.sampled_from((object(), object, 1j, {1}, 1 << 64, -(1 << 63) - 1, "\ud800", float("nan"))),
+    )
+    nested = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple))
+    deep = st.integers(1, 5000).map(lambda depth: functools.reduce(lambda inner, _: [inner], range(depth), []))
+    return nested | deep

@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 from messages.base import Message
 from messages.batch import StepFailed
 from messages.cluster import InstanceLost
-from messages.codec import MalformedFrame, batch_header, decode, decode_batch, encode, encode_batch
+from messages.codec import (
+    MalformedFrame,
+    UnencodableValue,
+    batch_header,
+    check_carried,
+    decode,
+    decode_batch,
+    encode,
+    encode_batch,
+)
 from messages.envelope import MESSAGE_TYPES, Envelope
 from messages.handoff import HandoffComplete
 from messages.lifecycle import Stop
-from messages.requests import CancelRequest, Generation
+from messages.requests import CancelRequest, Generation, SamplingParams, SubmitRequest
 from messages.timers import RequestTimer
 from messages.transfer import PushDrained
-from tests.messages.samples import envelopes, messages, values
+from tests.messages.samples import envelopes, messages, unruly, values
 
 GOLDEN: list[tuple[Message, str]] = [
     (
@@ -161,3 +170,28 @@ def test_these_are_no_envelopes(frame: bytes) -> None:
         decode(frame)
     with pytest.raises(MalformedFrame):
         decode_batch(frame)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), unruly(), min_size=1, max_size=3))
+def test_what_passes_the_check_is_carried_and_anything_else_is_one_named_error(fields: dict[str, object]) -> None:
+    sampling = SamplingParams(**fields)  # type: ignore[arg-type]
+    message = SubmitRequest(request_id="r", epoch=0, prompt_token_ids=(1,), sampling=sampling, reply_to="front/gateway")
+    try:
+        check_carried(sampling)
+    except UnencodableValue as error:
+        assert "SamplingParams" in str(error)
+        assert encode(around(Stop(reason=str(error)))), "the reason itself can be told"
+    else:
+        arrived = decode(encode(around(message)))
+        assert isinstance(arrived.message, SubmitRequest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(unruly())
+def test_an_envelope_is_bytes_or_one_named_error(value: object) -> None:
+    for message in (Stop(reason=value), Generation(request_id="r", epoch=0, first_index=0, token_ids=value)):  # type: ignore[arg-type]
+        try:
+            assert encode(around(message))
+        except UnencodableValue as error:
+            assert type(message).__name__ in str(error)

@@ -10,10 +10,13 @@ import pytest
 
 from actors.runtime.context import ActorSpec
 from actors.runtime.hooks import Delivery
+from actors.runtime.machine import Effect, Send
 from actors.runtime.node import Node
+from messages.base import Message
 from messages.cluster import ClusterView, InstanceInfo, InstanceLost
 from messages.envelope import Envelope
-from messages.lifecycle import PeerLost
+from messages.lifecycle import NotSent, PeerLost
+from messages.requests import CancelRequest, Failed
 from tests.runtime.dummies import Scripted, node_config, start_node, text
 
 Make = Callable[..., tuple[Node, Scripted]]
@@ -227,3 +230,37 @@ def test_a_reordered_message_that_nothing_follows_goes_when_its_time_is_up(make:
     one.post("main", "other/main", text("plain"))
     one.post("main", "other/main", text("plain"))
     assert [message for _, message in remote.wait_for(3)][1:] == [text("plain")] * 2, "it does not come twice"
+
+
+def test_a_message_that_cannot_be_encoded_is_told_to_its_sender_and_nothing_else_is_lost(make: Make) -> None:
+    bad = Failed(request_id="r1", epoch=3, code=500, message="half a pair: \ud800")
+
+    def react(sender: str, message: Message) -> list[Effect]:
+        if message != text("go"):
+            return []
+        return [
+            Send("other/main", text("before")),
+            Send("other/main", bad),
+            Send("other/main", CancelRequest(request_id="r1", epoch=1 << 70)),
+            Send("other/main", text("after")),
+        ]
+
+    one, machine = make("one", machine=Scripted(react))
+    _, remote = make("other")
+    one.post("main", "one/main", text("go"))
+    told = [message for _, message in machine.wait_for(3)][1:]
+    assert [(type(m), m.what, m.to, m.epoch) for m in told if isinstance(m, NotSent)] == [
+        (NotSent, "Failed", "other/main", 3),
+        (NotSent, "CancelRequest", "other/main", 1 << 70),
+    ]
+    assert machine.seen[1][0] == "one/post"
+    assert [message for _, message in remote.wait_for(2)] == [text("before"), text("after")]
+    assert one.exit_code == 0
+
+
+def test_an_actor_whose_message_about_no_request_cannot_be_encoded_fails_with_the_reason(make: Make) -> None:
+    one, _ = make("one", machine=Scripted(lambda sender, message: [Send("other/main", text("\ud800"))]))
+    make("other")
+    one.post("main", "one/main", text("go"))
+    assert one.wait() == "main failed"
+    assert one.exit_code != 0

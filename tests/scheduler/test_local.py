@@ -7,7 +7,7 @@ import pytest
 from actors.scheduler.machine import SchedulerState
 from messages.batch import BatchResult, ExecuteBatch
 from messages.cluster import ClusterView, Heartbeat, RegisterInstance
-from messages.lifecycle import Drain, Drained
+from messages.lifecycle import Drain, Drained, NotSent
 from messages.requests import CancelRequest, Failed, Finished, Generation, TokenLogprobs
 from tests.scheduler.harness import EOS, Harness, info, submit
 from tests.scheduler.invariants import check_idle
@@ -390,3 +390,17 @@ def test_status_names_each_request_its_state_and_what_it_waits_for() -> None:
         ("a", "prefilling", "step 1"),
         ("b", "waiting", "blocks and a slot"),
     ]
+
+
+def test_a_request_about_which_a_message_cannot_be_encoded_fails_and_frees_what_it_held() -> None:
+    harness = Harness()
+    harness.tell(submit("a"))
+    harness.tell(submit("b", max_tokens=1))
+    harness.tell(NotSent(request_id="a", epoch=0, what="Generation", to="front/gateway", reason="no bytes for it"))
+    failed = harness.one(Failed)
+    assert (failed.request_id, failed.code, failed.message, failed.retryable) == ("a", 500, "no bytes for it", False)
+    harness.tell(NotSent(request_id="a", epoch=0, what="Failed", to="front/gateway", reason="no bytes for it"))
+    harness.none(Failed)
+    harness.run()
+    assert [one.request_id for one in harness.take(Generation)] == ["b"]
+    check_idle(harness.machine)

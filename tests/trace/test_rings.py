@@ -15,6 +15,8 @@ import pytest
 from actors.runtime.config import NodeConfig, Options
 from actors.runtime.trace import NoRing, RingRecorder, make_recorder
 from actors.runtime.trace_file import Trace, TraceError
+from messages.envelope import Envelope
+from messages.requests import CancelRequest
 from scripts.trace_rings import collect_rings, node_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +56,21 @@ def test_a_running_node_writes_its_ring_when_asked_and_goes_on(running: Path) ->
     (again,) = collect_rings(running)
     assert again == first
     assert node_processes(running)
+
+
+def test_a_message_that_has_no_bytes_is_recorded_without_its_payload(tmp_path: Path) -> None:
+    recorder = RingRecorder(config(tmp_path))
+    for number, reason in enumerate(("fine", "half a pair: \ud800", "fine too"), 1):
+        message = CancelRequest(request_id=f"r{number}", epoch=1, reason=reason)
+        sent = Envelope(message_id=str(number), sender="n.r0/a", to="n.r0/b", sent_ns=number, message=message)
+        recorder.sent(sent, 0)
+    recorder.dump(tmp_path)
+    records = list(Trace(tmp_path).records())
+    assert [(record.type, record.message is None) for record in records] == [
+        ("CancelRequest", False),
+        ("CancelRequest", True),
+        ("CancelRequest", False),
+    ]
 
 
 def test_where_nothing_runs_there_is_nobody_to_ask(tmp_path: Path) -> None:
