@@ -31,9 +31,18 @@ class RegisterInstance(Message, frozen=True, kw_only=True):
     info: InstanceInfo
 
 
-class Heartbeat(Message, frozen=True, kw_only=True):
-    """Scheduler → registry (and on to the gateway), every ``heartbeat_ms``: alive, and how busy.
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one side's link to a peer came out: it is linked, or ``refused`` says why it will not be."""
 
+    instance: str
+    incarnation: int
+    refused: str = ""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Scheduler → registry (and on to the gateway), every ``heartbeat_ms``: alive, how busy, and linked with whom.
+
+    ``links`` has the peers of the opposite role whose link is made or given up; one is sent at once when that changes.
     ``view_version`` is the version of the view its sender holds, -1 when it does not say; the registry answers an old
     one with the current view, so that a lost view heals.
     """
@@ -48,6 +57,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     slots_total: int
     leases: int = 0
     view_version: int = -1
+    links: tuple[LinkReport, ...] = ()
 
 
 class ClusterView(Message, frozen=True, kw_only=True):
@@ -56,12 +66,17 @@ class ClusterView(Message, frozen=True, kw_only=True):
     A larger (``registry_incarnation``, ``version``) is newer. An instance that is absent gets no new work, but may
     still write (it was silent too long, or the registry is new and has not heard of it yet): only ``InstanceLost``, or
     a pair (instance, last dead incarnation) in ``lost``, says that it is dead.
+
+    ``links`` are the pairs (prefill, decode) of which both sides say that they are linked; ``refused`` those that will
+    not be, as one side says, with its reason. A pair in neither is still being linked.
     """
 
     version: int
     registry_incarnation: int
     instances: tuple[InstanceInfo, ...]
     lost: tuple[tuple[str, int], ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[str, str, str], ...] = ()
 
 
 class ViewRequest(Message, frozen=True, kw_only=True):

@@ -181,7 +181,8 @@ class UnitCleaned(Message, frozen=True, kw_only=True):
 
 
 class TreeReady(Message, frozen=True, kw_only=True):
-    """Supervisor → console: every node is up and every instance registered, for the first time."""
+    """Supervisor → console: every node is up, every instance registered and linked, for the first time: a request sent
+    now is served and not refused first."""
 
     url: str
 

@@ -243,13 +243,13 @@ def _refusal_of(samples: Sequence[Sample]) -> ApiError | None:
 class Edge:
     """Carries out the gateway machine's jobs, and lets HTTP handlers talk to it. Thread-safe.
 
-    ``instances``, ``can_serve`` and ``length_max`` are the latest the machine published.
+    ``instances``, ``missing`` and ``length_max`` are the latest the machine published.
     """
 
     def __init__(self, post: Post, metrics: GatewayMetrics) -> None:
         self.metrics = metrics
         self.instances: tuple[tuple[str, str, int], ...] = ()
-        self.can_serve = False
+        self.missing = _STARTING
         self.length_max = 0
         self._post = post
         self._lock = threading.Lock()
@@ -310,7 +310,7 @@ class Edge:
     def _publish(self, job: PublishInstances) -> None:
         """The machine has a view: from its first one on it can take requests."""
         with self._lock:
-            self.instances, self.can_serve, self.length_max = job.instances, job.can_serve, job.length_max
+            self.instances, self.missing, self.length_max = job.instances, job.missing, job.length_max
             if self._not_serving == _STARTING:
                 self._not_serving = ""
 

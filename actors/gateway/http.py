@@ -165,8 +165,7 @@ class _Handlers:
     async def health(self, request: Request) -> Response:
         edge = self._service.edge
         instances = [{"instance": name, "role": role} for name, role, _ in edge.instances]
-        status = "ok" if edge.can_serve else "no instance can serve"
-        return _json({"status": status, "instances": instances}, 200 if edge.can_serve else 503)
+        return _json({"status": edge.missing or "ok", "instances": instances}, 503 if edge.missing else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.edge.metrics.render(), media_type="text/plain; version=0.0.4")

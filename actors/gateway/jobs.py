@@ -70,11 +70,11 @@ class DeliverRefusal(Job, frozen=True, kw_only=True):
 
 
 class PublishInstances(Job, frozen=True, kw_only=True):
-    """Which instances are alive now, as (name, role, max_model_len); whether they can serve together, and how long a
-    sequence (prompt plus output) of theirs may be."""
+    """Which instances are alive now, as (name, role, max_model_len); what is ``missing`` for them to serve together, ""
+    when nothing is; and how long a sequence (prompt plus output) of theirs may be."""
 
     instances: tuple[tuple[str, str, int], ...]
-    can_serve: bool
+    missing: str
     length_max: int
 
 

@@ -283,15 +283,14 @@ class GatewayMachine:
         if version <= self._view:
             return []
         self._view = version
-        self._router.replace(message.instances)
+        self._router.follow(message)
         return self._after_change(now_ns, "left the view")
 
     def _on_instance_lost(self, now_ns: int, message: InstanceLost) -> list[Effect]:
         info = self._router.instances.get(message.instance)
         if info is None or info.incarnation > message.incarnation:
             return []
-        others = [other for other in self._router.instances.values() if other.instance != message.instance]
-        self._router.replace(others)
+        self._router.lose(message.instance)
         return self._after_change(now_ns, f"was lost: {message.reason}")
 
     def _after_change(self, now_ns: int, what: str) -> list[Effect]:
@@ -299,7 +298,7 @@ class GatewayMachine:
         live = sorted(self._router.instances.items())
         published = tuple((name, info.role, info.max_model_len) for name, info in live)
         job = PublishInstances(
-            instances=published, can_serve=self._router.can_serve(), length_max=self._router.length_max()
+            instances=published, missing=self._router.missing(), length_max=self._router.length_max()
         )
         effects: list[Effect] = [Run(job)]
         waiting: list[Record] = []

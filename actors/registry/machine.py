@@ -8,8 +8,9 @@ The registry knows one *entry* per instance. An entry has a life:
     (unknown) --RegisterInstance--> VISIBLE --no heartbeat in time--> SILENT --heartbeat or registration--> VISIBLE
     VISIBLE, SILENT --InstanceLost, or a newer incarnation registers--> gone, its incarnation remembered as dead
 
-Only VISIBLE entries are in the view. Whatever changes the view raises its version and sends it to the gateway and to
-the scheduler of every entry, VISIBLE or SILENT, the newly registered one included.
+Only VISIBLE entries are in the view, and of their links those that both sides report (``links.py``). Whatever changes
+the view raises its version and sends it to the gateway and to the scheduler of every entry, VISIBLE or SILENT, the
+newly registered one included.
 
 SILENT is not dead. A silent instance leaves the view, so nobody gives it work, but its processes may still read and
 write caches; whoever frees memory because a peer died waits for ``InstanceLost``, which only the supervisor can say: it
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from actors.registry.links import Linked, Refused, join_reports, link_states
 from actors.runtime.machine import Effect, Note, Send, StartTimer, StopTimer
 from messages.base import GATEWAY, SUPERVISOR, Message
 from messages.cluster import (
@@ -42,6 +44,7 @@ from messages.cluster import (
     InstanceInfo,
     InstanceLost,
     InstanceSilent,
+    LinkReport,
     RegisterInstance,
     ViewRequest,
 )
@@ -61,6 +64,7 @@ class _Entry:
     address: str  # its scheduler
     since_ns: int
     visible: bool = True
+    links: tuple[LinkReport, ...] = ()  # as its heartbeats said
 
 
 class RegistryMachine:
@@ -126,7 +130,8 @@ class RegistryMachine:
             effects += self._bury(info.instance, entry.info.incarnation, "a newer incarnation registered")
         elif entry is not None and entry.visible and entry.info == info:
             return [Send(sender, self._view()), self._silence_timer(info.instance, info.incarnation)]
-        self._entries[info.instance] = _Entry(info=info, address=sender, since_ns=now_ns)
+        links = entry.links if entry is not None and entry.info.incarnation == info.incarnation else ()
+        self._entries[info.instance] = _Entry(info=info, address=sender, since_ns=now_ns, links=links)
         effects.append(self._silence_timer(info.instance, info.incarnation))
         effects.append(self._note("info", f"{info.role} instance registered", info.instance, info.incarnation))
         return effects + self._announce()
@@ -140,9 +145,14 @@ class RegistryMachine:
         if message.incarnation < entry.info.incarnation:
             return []
         effects: list[Effect] = [self._silence_timer(message.instance, message.incarnation)]
+        links = join_reports(entry.links, message.links)
+        before = self._link_states() if links != entry.links else None
+        entry.links = links
         if not entry.visible:
             entry.visible = True
             effects.append(self._note("info", "silent instance is back", message.instance, message.incarnation))
+            effects += self._announce()
+        elif before is not None and self._link_states() != before:
             effects += self._announce()
         elif message.view_version not in (-1, self._version):
             effects.append(Send(sender, self._view()))
@@ -190,12 +200,20 @@ class RegistryMachine:
     def _audience(self) -> list[str]:
         return [GATEWAY, *(entry.address for _, entry in sorted(self._entries.items()))]
 
+    def _link_states(self) -> tuple[Linked, Refused]:
+        visible = {name: entry for name, entry in self._entries.items() if entry.visible}
+        infos = {name: entry.info for name, entry in visible.items()}
+        return link_states(infos, {name: entry.links for name, entry in visible.items()})
+
     def _view(self) -> ClusterView:
+        linked, refused = self._link_states()
         return ClusterView(
             version=self._version,
             registry_incarnation=self._incarnation,
             instances=tuple(entry.info for _, entry in sorted(self._entries.items()) if entry.visible),
             lost=tuple(sorted(self._lost.items())),
+            links=linked,
+            refused=refused,
         )
 
     def _silence_timer(self, instance: str, incarnation: int) -> StartTimer:

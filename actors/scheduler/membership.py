@@ -128,6 +128,7 @@ class Membership:
             return
         peer.state = LinkState.LINKED
         self._out.note("info", "peer linked", instance=message.instance, incarnation=message.incarnation)
+        self._beat()  # whoever waits for this link waits no longer than it takes
         self._on_linked()
 
     def _on_link_failed(self, message: LinkFailed) -> None:
@@ -147,6 +148,8 @@ class Membership:
         if peer.link_attempts < self._settings.link_attempts_max:
             delay_ms = self._settings.link_retry_ms * 2 ** (peer.link_attempts - 1)
             self._out.start_instance_timer("link", message.instance, message.incarnation, delay_ms)
+        else:
+            self._beat()
 
     def _on_instance_timer(self, message: InstanceTimer) -> bool:
         match message.purpose:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from messages.cluster import InstanceInfo
+from messages.cluster import InstanceInfo, LinkReport
 
 
 class LinkState(Enum):
@@ -34,6 +34,16 @@ class Peer:
     link_error: str = ""
     silent: bool = False
     unanswered: int = 0  # offers it has not answered
+
+    def link_report(self, attempts_max: int) -> LinkReport | None:
+        """How the link came out; None while it is being made or will be tried again."""
+        if self.state is LinkState.LINKED:
+            return LinkReport(instance=self.info.instance, incarnation=self.info.incarnation)
+        if self.state is LinkState.BROKEN and self.link_attempts >= attempts_max:
+            return LinkReport(
+                instance=self.info.instance, incarnation=self.info.incarnation, refused=self.link_error or "no reason"
+            )
+        return None
 
     @property
     def is_usable(self) -> bool:

@@ -19,7 +19,7 @@ message for that long. While a unit starts only ``start_timeout_ms`` counts: loa
 
 The tree itself goes through these phases, and never back:
 
-    STARTING --every unit RUNNING--> SERVING
+    STARTING --every unit RUNNING, every link of a prefill with a decode instance made or refused--> SERVING
     STARTING, SERVING --Stop--> DRAINING GATEWAY --Drained--> DRAINING SCHEDULERS --Drained--> STOPPING
     DRAINING --the deadline, a second Stop, the front's death--> STOPPING
     STOPPING (Stop to each node, SIGKILL after a while) --every process ended--> CLEANING --> ENDED
@@ -28,8 +28,8 @@ The gateway drains first: a scheduler that refuses new work would break requests
 prefill and decode. A unit that dies while the tree stops is not restarted.
 
 The supervisor gives up, with the same way out and a deadline of zero (every request fails with a clear error at once),
-when a node says its configuration cannot work, or when a unit failed more than ``restarts_max`` times within
-``restart_window_ms``.
+when a node says its configuration cannot work, when a unit failed more than ``restarts_max`` times within
+``restart_window_ms``, or when at the start all links of a prefill instance were refused: it could serve nobody.
 
 Messages from a life that is over change nothing, with one exception: a ``NodeFailed`` that arrives after its process
 was seen to end still tells why, and whether a restart can help.
@@ -41,6 +41,7 @@ from enum import Enum
 
 from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
 from actors.supervisor.jobs import CleanUnit, SignalProcess, StartProcess
+from actors.supervisor.linking import Linking
 from actors.supervisor.units import (
     FRONT,
     Node,
@@ -105,6 +106,7 @@ class SupervisorMachine:
         self._plan = plan
         self._options = plan.options
         self._units = make_units(plan.topology)
+        self._linking = Linking(plan.topology)
         self._phase = Phase.STARTING
         self._url = ""
         self._lost: dict[str, InstanceLost] = {}
@@ -163,6 +165,7 @@ class SupervisorMachine:
             ("url", self._url),
             ("run_id", self._plan.run_id),
             ("restarts", self._restarts),
+            ("links_awaited", ", ".join(self._linking.pending) if self._phase is Phase.STARTING else ""),
         ]
         for unit in self._units.values():
             values += unit.status(now_ns)
@@ -226,7 +229,11 @@ class SupervisorMachine:
             unit = self._units.get(info.instance)
             if unit is not None and unit.incarnation == info.incarnation:
                 unit.registered = True
-        return self._update_states()
+        refused: list[Effect] = [
+            Note("error", f"link of {source} with {target} refused: {why}", (("prefill", source), ("decode", target)))
+            for source, target, why in self._linking.follow(message)
+        ]
+        return refused + self._update_states()
 
     def _on_instance_silent(self, message: InstanceSilent) -> list[Effect]:
         unit = self._units.get(message.instance)
@@ -298,7 +305,7 @@ class SupervisorMachine:
         return [note, *self._launch(unit), self._timer("view", VIEW_POLL_MS)]
 
     def _update_states(self) -> list[Effect]:
-        """Move units that have everything to RUNNING, and the tree to SERVING when all have."""
+        """Move units that have everything to RUNNING, and the tree to SERVING when all have and are linked."""
         effects: list[Effect] = []
         for unit in self._units.values():
             complete = all(node.ready for node in unit.nodes.values()) and (unit.registered or unit.role == "")
@@ -307,7 +314,11 @@ class SupervisorMachine:
                 effects.append(StopTimer(("start", unit.name)))
                 detail = f" at {self._url}" if unit.role == "" else f" ({unit.role} TP{unit.tp_size})"
                 effects.append(Note("info", f"{unit.name} running{detail}", (("incarnation", unit.incarnation),)))
-        if self._phase is Phase.STARTING and all(u.state is UnitState.RUNNING for u in self._units.values()):
+        if self._phase is not Phase.STARTING or any(u.state is not UnitState.RUNNING for u in self._units.values()):
+            return effects
+        if hopeless := self._linking.hopeless:
+            return effects + self._wind_down(hopeless, 0, failed=True)
+        if not self._linking.pending:
             self._phase = Phase.SERVING
             effects.append(Send(CONSOLE, TreeReady(url=self._url)))
         return effects
@@ -371,8 +382,9 @@ class SupervisorMachine:
         return [*effects, self._timer("check", float(self._options.heartbeat_ms))]
 
     def _ask_for_view(self) -> list[Effect]:
-        """While an instance is not known to be registered, ask the registry again and again."""
-        waiting = any(u.role and u.state is UnitState.STARTING for u in self._units.values())
+        """While an instance is not known to be registered, or to be linked, ask the registry again and again."""
+        registering = any(u.role and u.state is UnitState.STARTING for u in self._units.values())
+        waiting = registering or self._phase is Phase.STARTING
         if self._phase not in _UP or not waiting:
             return []
         ask: list[Effect] = [Send(REGISTRY, ViewRequest())] if self._units[FRONT].state in _ALIVE else []

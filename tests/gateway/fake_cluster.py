@@ -83,10 +83,11 @@ class FakeCluster:
 
     # -- what tests do -------------------------------------------------------------------------------------------------
 
-    def view(self, *names: str, length_max: int = 64) -> None:
+    def view(self, *names: str, length_max: int = 64, linked: bool = True) -> None:
         self._version += 1
         infos = tuple(instance(name, max_model_len=length_max) for name in names)
-        self._post(REGISTRY, ClusterView(version=self._version, registry_incarnation=1, instances=infos))
+        links = tuple((p, d) for p in names for d in names if linked and (p[0], d[0]) == ("p", "d"))
+        self._post(REGISTRY, ClusterView(version=self._version, registry_incarnation=1, instances=infos, links=links))
 
     def say(self, name: str, *messages: Message) -> None:
         for message in messages:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
-from actors.gateway.jobs import DeliverEnd, DeliverRefusal, DeliverTokens
+from actors.gateway.jobs import DeliverEnd, DeliverRefusal, DeliverTokens, PublishInstances
 from actors.gateway.machine import GatewayMachine
 from actors.runtime.config import Options
 from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
@@ -83,10 +85,26 @@ class Harness:
             self.handle(GATEWAY, self.timers.pop(key).message)
         self.now_ns = end_ns
 
-    def view(self, *instances: str | InstanceInfo) -> None:
+    def view(
+        self,
+        *instances: str | InstanceInfo,
+        links: Collection[tuple[str, str]] | None = None,
+        refused: tuple[tuple[str, str, str], ...] = (),
+    ) -> None:
+        """The registry's word: these are alive; ``links`` (prefill, decode), by default everybody with everybody."""
         self._version += 1
         infos = tuple(instance(item) if isinstance(item, str) else item for item in instances)
-        self.handle(REGISTRY, ClusterView(version=self._version, registry_incarnation=1, instances=infos))
+        pairs = ((p.instance, d.instance) for p in infos for d in infos if (p.role, d.role) == ("PREFILL", "DECODE"))
+        linked = tuple(pair for pair in pairs if links is None or pair in links)
+        view = ClusterView(
+            version=self._version, registry_incarnation=1, instances=infos, links=linked, refused=refused
+        )
+        self.handle(REGISTRY, view)
+
+    def missing(self) -> str:
+        """What the gateway last published as missing."""
+        jobs = [effect.job for effect in self.effects if isinstance(effect, Run)]
+        return [job for job in jobs if isinstance(job, PublishInstances)][-1].missing
 
     def lose(self, name: str, incarnation: int = 1) -> None:
         self.handle(REGISTRY, InstanceLost(instance=name, incarnation=incarnation, reason="exit 9"))

@@ -45,7 +45,7 @@ class Bench:
         self.done: list[Message] = []
         self.edge = Edge(self.posted.append, GatewayMetrics())
         if started:
-            self.run(PublishInstances(instances=(("m0", "MIX", 10),), can_serve=True, length_max=10))
+            self.run(PublishInstances(instances=(("m0", "MIX", 10),), missing="", length_max=10))
 
     def run(self, *jobs: Job) -> None:
         for job in jobs:
@@ -112,7 +112,7 @@ def test_before_the_machine_has_a_view_and_after_it_stopped_requests_are_refused
         bench = Bench(started=False)
         assert bench.open().failure is not None
         assert bench.posted == []
-        bench.run(PublishInstances(instances=(), can_serve=False, length_max=0))
+        bench.run(PublishInstances(instances=(), missing="no instance can serve", length_max=0))
         assert bench.open().failure is None
         bench.edge.close()
         stream = bench.open()

@@ -348,6 +348,19 @@ def test_an_error_before_the_first_token_has_a_status_of_its_own_even_when_strea
     assert client.get("/health").status_code == 503
 
 
+def test_health_says_what_is_missing_until_a_request_would_be_served(
+    client: httpx.Client, cluster: FakeCluster
+) -> None:
+    cluster.view("p0", "d0", linked=False)
+    cluster.settle()
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (503, "prefill and decode instances are being linked")
+    cluster.view("p0", "d0")
+    cluster.settle()
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+
+
 def test_the_server_says_what_it_is(client: httpx.Client) -> None:
     assert client.get("/health").json()["status"] == "ok"
     card = client.get("/v1/models").json()["data"][0]

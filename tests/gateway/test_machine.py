@@ -690,3 +690,31 @@ def test_no_timer_is_left_when_nothing_is_in_flight() -> None:
     gateway.finish("p0", 3, epoch=first_epoch(1))
     gateway.advance(ROLL_CALL_MS)
     assert gateway.timers == {}
+
+
+def test_what_is_missing_to_serve_is_published_until_a_link_stands() -> None:
+    gateway = Harness()
+    assert gateway.missing() == "no instance can serve"
+    gateway.view("p0", links=())
+    assert gateway.missing() == "no instance can serve"
+    gateway.view("p0", "d0", links=())
+    assert gateway.missing() == "prefill and decode instances are being linked"
+    gateway.view("p0", "d0", links=(), refused=(("p0", "d0", "block sizes differ"),))
+    assert "links refused: p0 with d0: block sizes differ" in gateway.missing()
+    gateway.view("p0", "d0")
+    assert gateway.missing() == ""
+    gateway.lose("d0")
+    assert gateway.missing() == "no instance can serve"
+    gateway.view("m0")
+    assert gateway.missing() == ""
+
+
+def test_requests_go_to_prefill_instances_that_are_linked_while_there_are_any() -> None:
+    gateway = Harness("p0")
+    gateway.view("p0", "p1", "d0", links=(("p1", "d0"),))
+    for number in range(3):
+        gateway.submit(f"r{number}", ticket=number)
+    assert [to for to, _ in gateway.submissions()] == ["p1"] * 3
+    gateway.view("p0", "p1", "d0", links=())
+    gateway.submit("r3", ticket=3)
+    assert [to for to, _ in gateway.submissions()][-1] == "p0", "it waits there until the link stands"

@@ -12,6 +12,7 @@ from messages.cluster import (
     InstanceLost,
     InstanceRole,
     InstanceSilent,
+    LinkReport,
     RegisterInstance,
     ViewRequest,
 )
@@ -30,7 +31,9 @@ def info(instance: str, incarnation: int = 1, role: InstanceRole = "PREFILL") ->
     )
 
 
-def heartbeat(instance: str, incarnation: int = 1, view_version: int = -1) -> Heartbeat:
+def heartbeat(
+    instance: str, incarnation: int = 1, view_version: int = -1, links: tuple[LinkReport, ...] = ()
+) -> Heartbeat:
     return Heartbeat(
         instance=instance,
         incarnation=incarnation,
@@ -41,6 +44,7 @@ def heartbeat(instance: str, incarnation: int = 1, view_version: int = -1) -> He
         slots_free=2,
         slots_total=4,
         view_version=view_version,
+        links=links,
     )
 
 
@@ -69,6 +73,15 @@ class Harness:
         return self.machine.handle(
             0, SUPERVISOR, InstanceLost(instance=instance, incarnation=incarnation, reason="exit 9")
         )
+
+    def say_links(self, instance: str, *links: LinkReport, incarnation: int = 1) -> list[Effect]:
+        message = heartbeat(instance, incarnation, links=links)
+        return self.machine.handle(0, control_address(instance, "scheduler"), message)
+
+    def view(self) -> ClusterView:
+        ((_, view),) = sends(self.machine.handle(0, "x/y", ViewRequest()))
+        assert isinstance(view, ClusterView)
+        return view
 
     def silence(self, instance: str, incarnation: int = 1) -> list[Effect]:
         timer = InstanceTimer(instance=instance, incarnation=incarnation, purpose="silence")
@@ -188,3 +201,70 @@ def test_a_restarted_registry_learns_everything_again() -> None:
     assert answered["p0.ctl/scheduler"].registry_incarnation == 2
     registry.register("p0", 4)
     assert registry.names() == [("p0", 4)]
+
+
+def linked(instance: str, incarnation: int = 1, refused: str = "") -> LinkReport:
+    return LinkReport(instance=instance, incarnation=incarnation, refused=refused)
+
+
+def pair() -> Harness:
+    registry = Harness()
+    registry.register("p0")
+    registry.register("d0", role="DECODE")
+    return registry
+
+
+def test_a_link_is_in_the_view_once_both_sides_have_it() -> None:
+    registry = pair()
+    assert not views(registry.say_links("p0", linked("d0"))), "d0 would still refuse an offer of p0"
+    assert registry.view().links == ()
+    announced = views(registry.say_links("d0", linked("p0")))
+    assert set(announced) == {GATEWAY, "p0.ctl/scheduler", "d0.ctl/scheduler"}
+    assert announced[GATEWAY].links == (("p0", "d0"),)
+    assert not views(registry.say_links("d0", linked("p0"))), "nothing new"
+
+
+def test_one_side_that_refuses_is_enough_and_its_reason_is_in_the_view() -> None:
+    registry = pair()
+    registry.say_links("p0", linked("d0"))
+    registry.say_links("d0", linked("p0", refused="block sizes differ"))
+    assert (registry.view().links, registry.view().refused) == ((), (("p0", "d0", "block sizes differ"),))
+    registry.say_links("d0", linked("p0"))
+    assert (registry.view().links, registry.view().refused) == ((("p0", "d0"),), ())
+
+
+def test_a_link_ends_with_either_life_and_a_report_about_an_older_one_makes_none() -> None:
+    registry = pair()
+    registry.say_links("p0", linked("d0"))
+    registry.say_links("d0", linked("p0"))
+    registry.register("d0", incarnation=2, role="DECODE")
+    assert registry.view().links == ()
+    registry.say_links("d0", linked("p0"), incarnation=2)
+    assert registry.view().links == (), "p0 still speaks of the first life of d0"
+    registry.say_links("p0", linked("d0", incarnation=2))
+    assert registry.view().links == (("p0", "d0"),)
+
+
+def test_a_silent_instance_takes_its_links_out_of_the_view_and_brings_them_back() -> None:
+    registry = pair()
+    registry.say_links("p0", linked("d0"))
+    registry.say_links("d0", linked("p0"))
+    registry.silence("d0")
+    assert registry.view().links == ()
+    registry.register("d0", role="DECODE")
+    assert registry.view().links == (("p0", "d0"),)
+
+
+def test_a_late_report_takes_nothing_back() -> None:
+    reports = [linked("d0", refused="no answer"), linked("d0"), linked("d0", incarnation=2, refused="no answer")]
+    for last in ((), *((report,) for report in reports)):
+        registry = pair()
+        registry.say_links("d0", linked("p0"))
+        for report in (reports[0], reports[1]):
+            registry.say_links("p0", report)
+        if last != (reports[2],):
+            assert not views(registry.say_links("p0", *last))
+            assert registry.view().links == (("p0", "d0"),)
+        else:
+            registry.say_links("p0", *last)
+            assert registry.view().links == (), "it speaks of a life that has not registered"

@@ -9,7 +9,16 @@ import pytest
 from actors.scheduler.offers import backoff_ms
 from messages.base import control_address
 from messages.batch import ExecuteBatch
-from messages.cluster import ClusterView, InstanceInfo, InstanceLost, LinkFailed, LinkPeer, PeerLinked
+from messages.cluster import (
+    ClusterView,
+    Heartbeat,
+    InstanceInfo,
+    InstanceLost,
+    LinkFailed,
+    LinkPeer,
+    LinkReport,
+    PeerLinked,
+)
 from messages.handoff import (
     AddNewRequest,
     FirstGeneration,
@@ -659,9 +668,13 @@ def test_a_refused_link_is_tried_again_with_growing_delays_and_then_left() -> No
             harness.fire("link")
     harness.none(LinkPeer)
     assert not harness.has_timer("link")
+    assert [beat.links for beat in harness.take(Heartbeat)][-1] == (
+        LinkReport(instance="d0", incarnation=1, refused="block sizes differ"),
+    )
     values, _ = harness.machine.status(harness.now_ns)
     assert ("peer.d0", "broken") in values
     harness.tell(PeerLinked(instance="d0", incarnation=1, rank=-1))
+    assert harness.one(Heartbeat).links == (LinkReport(instance="d0", incarnation=1),), "said at once"
     harness.tell(submit("a"))
     ask(harness)
 

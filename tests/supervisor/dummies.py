@@ -10,8 +10,8 @@ from actors.runtime.config import ConfigError
 from actors.runtime.context import ActorSpec, NodeContext
 from actors.runtime.machine import Effect, Send
 from actors.supervisor.units import Kind
-from messages.base import REGISTRY, SUPERVISOR, Message
-from messages.cluster import InstanceInfo, RegisterInstance
+from messages.base import REGISTRY, SUPERVISOR, Message, instance_of
+from messages.cluster import Heartbeat, InstanceInfo, LinkReport, RegisterInstance
 from messages.lifecycle import Drain, Drained, NodeProgress
 
 URL = "http://127.0.0.1:1"
@@ -59,9 +59,28 @@ def build_control(context: NodeContext) -> tuple[ActorSpec, ...]:
         slot_count=2,
     )
     register = Send(REGISTRY, RegisterInstance(info=info))
+    links = tuple(
+        LinkReport(instance=instance_of(node), incarnation=incarnation)
+        for node, incarnation in config.incarnations
+        if node.endswith(".ctl") and instance_of(node) != config.instance
+    )
+    beat = Send(
+        REGISTRY,
+        Heartbeat(
+            instance=config.instance,
+            incarnation=config.incarnation,
+            running=0,
+            waiting=0,
+            blocks_free=10,
+            blocks_total=10,
+            slots_free=2,
+            slots_total=2,
+            links=links,
+        ),
+    )
     return (
         ActorSpec("engine", Dummy(config.node, "engine")),
-        ActorSpec("scheduler", Dummy(config.node, "scheduler", (register,))),
+        ActorSpec("scheduler", Dummy(config.node, "scheduler", (register, beat))),
     )
 
 

@@ -54,6 +54,8 @@ class Pretend:
         self.order: list[str] = []  # of everything that happens outside
         self.stubborn: set[str] = set()  # nodes that ignore Stop
         self.undrainable: set[str] = set()  # addresses that never say Drained
+        self.unlinked: set[tuple[str, str]] = set()  # (prefill, decode) that are still being linked
+        self.refused: dict[tuple[str, str], str] = {}  # (prefill, decode) that will not be linked, and why
         self.immortal: set[str] = set()  # nodes whose end the operating system reports late
         self.timers: dict[tuple[str | int, ...], tuple[int, Message]] = {}
         self._inbox: deque[Message] = deque()
@@ -191,7 +193,14 @@ class Pretend:
             )
             for config in controls
         )
-        return ClusterView(version=1, registry_incarnation=1, instances=infos)
+        pairs = [(p.instance, d.instance) for p in infos for d in infos if (p.role, d.role) == ("PREFILL", "DECODE")]
+        return ClusterView(
+            version=1,
+            registry_incarnation=1,
+            instances=infos,
+            links=tuple(pair for pair in pairs if pair not in self.unlinked and pair not in self.refused),
+            refused=tuple((*pair, why) for pair, why in self.refused.items() if pair in pairs),
+        )
 
 
 __all__ = ["GATEWAY", "MILLISECOND", "Pretend", "make_plan"]

@@ -307,3 +307,53 @@ def test_status_names_processes_with_their_figures() -> None:
     assert tree.value("node.m0.r0.threads") == 4
     assert tree.value("unit.m0.role") == "MIX"
     assert tree.value("url") == "http://127.0.0.1:8000"
+
+
+def test_tree_is_ready_only_once_every_link_is_made() -> None:
+    tree = Pretend("P1x2/D1x2")
+    tree.unlinked = {("p0", "d0"), ("p0", "d1"), ("p1", "d1")}
+    tree.all_ready()
+    assert tree.value("phase") == "starting"
+    assert tree.value("links_awaited") == "p0 with d0, p0 with d1, p1 with d1"
+    tree.unlinked = {("p1", "d1")}
+    tree.advance(150)
+    assert not tree.sent_of(TreeReady), "p1 might offer to d1 and be refused"
+    tree.unlinked = set()
+    tree.advance(150)
+    assert len(tree.sent_of(TreeReady)) == 1
+    assert (tree.value("phase"), tree.value("links_awaited")) == ("serving", "")
+
+
+def test_a_refused_link_is_told_and_awaited_no_longer_while_others_serve() -> None:
+    tree = Pretend("P1/D1x2")
+    tree.unlinked = {("p0", "d1")}
+    tree.refused = {("p0", "d0"): "block sizes differ: 16 and 32"}
+    tree.all_ready()
+    assert tree.value("phase") == "starting"
+    tree.unlinked = set()
+    tree.advance(500)
+    assert tree.value("phase") == "serving"
+    told = [note.event for note in tree.notes if note.level == "error"]
+    assert told == ["link of p0 with d0 refused: block sizes differ: 16 and 32"], "once"
+
+
+def test_a_prefill_instance_that_nobody_links_ends_the_start_with_the_reasons() -> None:
+    tree = Pretend("P1x2/D1x2")
+    tree.refused = {("p1", "d0"): "block sizes differ", ("p1", "d1"): "ranks [0] did not answer"}
+    tree.all_ready()
+    assert not tree.sent_of(TreeReady)
+    (_, end) = tree.sent_of(TreeEnded)[0]
+    assert isinstance(end, TreeEnded) and end.failed
+    assert end.reason == (
+        "p1 can hand over to no decode instance; links refused by d0: block sizes differ; d1: ranks [0] did not answer"
+    )
+
+
+def test_links_that_break_later_do_not_end_a_tree_that_serves() -> None:
+    tree = serving("P1/D1")
+    tree.refused = {("p0", "d0"): "d0 came back with other block sizes"}
+    tree.exit("d0.r0")
+    tree.advance(250)
+    tree.all_ready()
+    assert tree.value("phase") == "serving"
+    assert any(note.event.startswith("link of p0 with d0 refused") for note in tree.notes)
