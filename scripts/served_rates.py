@@ -31,6 +31,10 @@ class ServedRates:
     ) -> None:
         self._cluster.stop()
 
+    def pids(self) -> tuple[int, ...]:
+        """The processes that serve: every node but the supervisor's, which is this process."""
+        return tuple(int(node["pid"]) for node in self._cluster.status()["nodes"].values())
+
     def measure(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Rates:
         """All prompts at once. Prefill ends with the last first token; decode is what arrives from then on, until the
         first sequence ends, so that all sequences run all the time that is counted."""
