@@ -36,17 +36,13 @@ class NodeFailed(Message, frozen=True, kw_only=True):
 
 
 class NodeHealth(Message, frozen=True, kw_only=True):
-    """Node → supervisor, about once a second, from the I/O thread: alive, and whether an actor is stuck.
-
-    ``stalled_ms`` is the age of the oldest message that its actor has not finished, per actor.
-    """
+    """Node → supervisor, about once a second: alive, and so are its actors, as they share the thread that sends it."""
 
     node: str
     incarnation: int
     rss_bytes: int
     cpu_percent: float
     threads: int
-    stalled_ms: tuple[tuple[str, float], ...] = ()
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """What all links have in common: outboxes, sessions, credit, and what happens when; a carrier moves the frames.
 
-``LinkCore`` is driven by one thread, which owns the carrier. Other threads only fill outboxes and count consumed
-envelopes, and wake that thread when there is something new to do. The thread calls ``service`` after each wake-up, and
-the ``on_…`` methods for what its carrier receives.
+``LinkCore`` is driven by one thread, which owns the carrier. Other threads only fill outboxes, count consumed
+envelopes and ask for calls, and wake that thread when there is something new to do. The thread calls ``service`` after
+each wake-up, and the ``on_…`` methods for what its carrier receives.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from transport.outbox import Outbox
 
 RETRY_NS = 50_000_000
 """Pause before greeting a peer again whose old life is still ending."""
+
+CALLS_PER_ROUND = 64
+"""Called before the carrier is asked again what came."""
 
 
 class Carrier(Protocol):
@@ -77,6 +80,9 @@ class LinkCore:
         self._fresh: deque[Outbox] = deque()
         self._grants: deque[Session] = deque()
         self._requirements: deque[tuple[str, int]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._calls_lock = threading.Lock()  # held by whoever calls after the end
+        self._ended = False
         self._greeting: set[Outbox] = set()
         self._complained: set[str] = set()
         self.closing = False
@@ -104,6 +110,14 @@ class LinkCore:
             self._grants.append(found)
             self._wake()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """See ``Links.call``."""
+        self._calls.append(function)
+        if self._ended:
+            self._call_all()
+        else:
+            self._wake()
+
     def require(self, instance: str, incarnation: int) -> None:
         """See ``Links.require``. What is queued is dropped at once: what the caller sends next is for the new life."""
         for outbox in list(self._outboxes.values()):
@@ -121,7 +135,7 @@ class LinkCore:
     @property
     def has_news(self) -> bool:
         """Whether ``service`` has something to do at once."""
-        return bool(self._fresh or self._grants or self._requirements)
+        return bool(self._calls or self._fresh or self._grants or self._requirements)
 
     @property
     def is_idle(self) -> bool:
@@ -135,6 +149,17 @@ class LinkCore:
         """Give up greetings that nobody answered: what the carrier still holds of them would be of no use."""
         for outbox in list(self._greeting):
             self._close(outbox)
+        self._ended = True
+        self._call_all()
+
+    def _call_all(self) -> None:
+        """The links' thread is over: call what is left. A call that asks for another does not wait for it."""
+        while self._calls and self._calls_lock.acquire(blocking=False):
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            finally:
+                self._calls_lock.release()
 
     def service(self, now_ns: int) -> int:
         """Do what other threads asked for and what is due; returns when to come again, 0 for no particular time."""
@@ -145,6 +170,10 @@ class LinkCore:
             self._carrier.reply(session.peer, control_frame(Credit(limit=session.limit)))
         while self._fresh:
             self._pump(self._fresh.popleft(), now_ns)
+        for _ in range(min(len(self._calls), CALLS_PER_ROUND)):
+            self._calls.popleft()()
+            while self._fresh:
+                self._pump(self._fresh.popleft(), now_ns)
         return self._check_greetings(now_ns) if self._greeting else 0
 
     def _check_greetings(self, now_ns: int) -> int:

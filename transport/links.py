@@ -10,7 +10,7 @@ inbox never holds more than that from one peer, and a slow receiver fills its se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,14 @@ class Links(Protocol):
 
     def consumed(self, session: int, count: int) -> None:
         """``count`` envelopes that came in ``session`` are handled: their sender may send as many more."""
+        ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the links' thread call ``function`` soon, once, after what it was asked to call before.
+
+        What ``function`` sends leaves at once, as no thread needs to be woken for it. It must not block and must not
+        raise. When the links' thread has ended, the caller's thread does it (one at a time).
+        """
         ...
 
     def require(self, instance: str, incarnation: int) -> None:

@@ -52,6 +52,7 @@ class MemoryLinks:
         self.send = self._core.send
         self.consumed = self._core.consumed
         self.require = self._core.require
+        self.call = self._core.call
 
     def start(self, events: LinkEvents) -> None:
         """See ``Links``."""
@@ -155,10 +156,13 @@ class MemoryLinks:
                 self._find(node)
             if self._unsent:
                 due_ns = min(due_ns or now_ns + RETRY_NS, now_ns + RETRY_NS)
+            if core.has_news:
+                due_ns = now_ns
             try:
                 self._work.get(timeout=max(0, due_ns - now_ns) / 1e9 if due_ns else None)()
             except queue.Empty:
                 continue
+        core.end()
         with self._hub.lock:
             del self._hub.nodes[self._node]
             others = list(self._hub.nodes.values())

@@ -57,6 +57,7 @@ class ZmqLinks:
         self.send = self._core.send
         self.consumed = self._core.consumed
         self.require = self._core.require
+        self.call = self._core.call
 
     def start(self, events: LinkEvents) -> None:
         """See ``Links``."""

@@ -1,6 +1,6 @@
-"""Where the actor's thread meets the HTTP side's event loop: deliveries in, text out, and the client's words back.
+"""Where the node's thread meets the HTTP side's event loop: deliveries in, text out, and the client's words back.
 
-One ``TicketStream`` per HTTP request. The machine's jobs arrive on the actor's thread (``Edge.submit``), are put into
+One ``TicketStream`` per HTTP request. The machine's jobs arrive on the node's thread (``Edge.submit``), are put into
 the ticket's inbox, and are worked off on the event loop: tokens become text there, stop strings are found there. So a
 slow client delays nobody: its text waits in its own stream, bounded by its own ``max_tokens``.
 """
@@ -289,7 +289,7 @@ class Edge:
         if known is not None and not stream.is_over:
             self._post(ClientCancel(ticket=stream.ticket, reason=reason))
 
-    # -- JobExecutor, on the actor's thread ----------------------------------------------------------------------------
+    # -- JobExecutor, on the node's thread ----------------------------------------------------------------------------
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
         """Carry out one job of the machine at once; ``done`` hears of ends only."""

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows. Observed on the actor's thread, rendered on the HTTP side's; prometheus_client locks."""
+"""What ``/metrics`` shows. Observed on the node's thread, rendered on the HTTP side's; prometheus_client locks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class GatewayMetrics:
         return generate_latest(self._registry)
 
     def observe(self, job: Observation) -> None:
-        """Count what the machine just did. The actor's thread."""
+        """Count what the machine just did. The node's thread."""
         match job:
             case DeliverTokens():
                 (self._ttft if job.first_index == 0 else self._itl).observe(job.waited_ms / 1000)

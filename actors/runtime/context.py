@@ -22,7 +22,7 @@ class JobExecutor(Protocol):
     """Carries out a machine's jobs. Failures become result messages; ``submit`` itself never raises for a bad job."""
 
     def submit(self, job: Job, emit: Emit, done: Done) -> None:
-        """Start (or at once finish) ``job``. Called on the actor's thread."""
+        """Start (or at once finish) ``job``. Called on the thread that all actors of the node share: never blocks."""
         ...
 
     def close(self) -> None:

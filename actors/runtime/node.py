@@ -323,11 +323,10 @@ class Node:
             return
         self.timers.start(self.config.options.heartbeat_ms, self._beat)
         now_ns = time.monotonic_ns()
-        stalled = tuple(
-            (name, (now_ns - since_ns) / 1e6)
-            for name, activity in self._activities.items()
-            if (since_ns := activity.busy_since_ns)
-        )
+        for name, activity in self._activities.items():
+            busy_ms = (now_ns - activity.busy_since_ns) / 1e6 if activity.busy_since_ns else 0.0
+            if busy_ms > self.config.options.heartbeat_ms:  # nothing leaves this node meanwhile, but this line does
+                self.log(name, "warning", "stuck", message=activity.message, for_ms=round(busy_ms))
         with self._process.oneshot():
             health = NodeHealth(
                 node=self.config.node,
@@ -335,7 +334,6 @@ class Node:
                 rss_bytes=self._process.memory_info().rss,
                 cpu_percent=self._process.cpu_percent(),
                 threads=self._process.num_threads(),
-                stalled_ms=stalled,
             )
         self._tell_supervisor(health)
 

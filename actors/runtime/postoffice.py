@@ -77,6 +77,7 @@ class PostOffice:
         self._senders: dict[str, set[str]] = {}  # peer node → local addresses that sent there
         self._dead: dict[str, int] = {}  # instance → newest dead incarnation
         self._swaps: Swaps[str, Envelope] = Swaps()  # by peer node: what the next message to it is to pass
+        self.call = links.call
         self.dropped_dead = 0
         self.dropped_unknown = 0
 

@@ -11,10 +11,13 @@ handles nothing more.
 from __future__ import annotations
 
 import queue
+import sys
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import pykka
 
@@ -31,6 +34,10 @@ from messages.lifecycle import StatusReport, StatusRequest
 Key = tuple[str | int, ...]
 
 
+ITEMS_PER_TURN: Final = 32
+"""An actor handles this many items of its mailbox before others have their turn."""
+
+
 class Services(Protocol):
     """What a shell needs of its node."""
 
@@ -41,7 +48,7 @@ class Services(Protocol):
     log_writer: Log
 
     def actor_started(self, actor: str) -> None:
-        """The machine's first effects are carried out. Called on the actor's thread."""
+        """The machine's first effects are carried out. Called on the node's thread."""
         ...
 
     def actor_died(self, actor: str, reason: str, fatal: bool) -> None:
@@ -77,12 +84,18 @@ class _Running(NamedTuple):
 
 
 class Activity:
-    """What other threads may know of an actor: when it began with the message it is handling; 0: idle."""
+    """What other threads may know of an actor: what message it is handling, and since when; 0: it is idle."""
 
-    __slots__ = ("busy_since_ns",)
+    __slots__ = ("busy_since_ns", "handling")
 
     def __init__(self) -> None:
         self.busy_since_ns = 0
+        self.handling: Message | None = None
+
+    @property
+    def message(self) -> str:
+        """The type of the message; "" while the machine starts."""
+        return "" if self.handling is None else type(self.handling).__name__
 
 
 def mailbox(actor: pykka.ActorRef[MachineActor], office: PostOffice) -> Accept:
@@ -97,10 +110,55 @@ def mailbox(actor: pykka.ActorRef[MachineActor], office: PostOffice) -> Accept:
     return accept
 
 
-class MachineActor(pykka.ThreadingActor):
-    """One machine, one mailbox, one thread."""
+class Mailbox:
+    """Pykka's inbox, without waiting: whoever puts something in has the owner take its turn on the node's thread.
 
-    use_daemon_thread = True  # a stuck job must not keep a node from exiting
+    ``put`` may be called by any thread; everything else belongs to the node's.
+    """
+
+    __slots__ = ("_items", "_left", "_scheduled", "schedule")
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._left = 0
+        self._scheduled = False
+        self.schedule: Callable[[], object] = bool  # does nothing; the owner replaces it
+
+    def put(self, item: Any) -> None:
+        """Add an item."""
+        self._items.append(item)
+        if not self._scheduled:
+            self._scheduled = True
+            self.schedule()
+
+    def begin_turn(self, items_max: int) -> None:
+        """Let ``get`` return this many items at most."""
+        self._scheduled = False  # what is put in from now on may be seen in this turn, or in the next
+        self._left = items_max
+
+    def get(self) -> Any:
+        """The next item; raises ``queue.Empty`` when there is none, or the turn is over."""
+        if self._left and self._items:
+            self._left -= 1
+            return self._items.popleft()
+        if self._items and not self._scheduled:
+            self._scheduled = True
+            self.schedule()
+        raise queue.Empty
+
+    def empty(self) -> bool:
+        """Whether nothing is in it."""
+        return not self._items
+
+
+class MachineActor(pykka.Actor):
+    """One machine and one mailbox. All actors of a node take turns on one thread, which is that of its links: so from
+    a frame that came, through several actors, to the frame that leaves no thread has to be woken.
+
+    Machines never block, and what takes long is a job, so an actor has no need for a thread of its own.
+    """
+
+    actor_inbox: Mailbox
 
     def __init__(self, spec: ActorSpec, services: Services, activity: Activity) -> None:
         super().__init__()
@@ -119,13 +177,35 @@ class MachineActor(pykka.ThreadingActor):
         self._dead = False
         self._activity = activity
         self._accept = mailbox(self.actor_ref, self._office)
+        self.actor_inbox.schedule = partial(self._office.call, self._take_turn)
+
+    # -- how Pykka runs it -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _create_actor_inbox() -> Any:
-        """A queue in C: Pykka's own, in Python, costs as much as all the rest of a tell."""
-        return queue.SimpleQueue()
+    def _create_actor_inbox() -> Mailbox:
+        return Mailbox()
 
-    # -- on the actor's thread ---------------------------------------------------------------------------------------
+    @staticmethod
+    def _create_future() -> pykka.Future[Any]:
+        return pykka.ThreadingFuture()
+
+    def _start_actor_loop(self) -> None:
+        """Nothing runs before something is in the mailbox."""
+
+    def _take_turn(self) -> None:
+        """Pykka's receive loop, for what is in the mailbox, and a bounded part of it: the links want their turn too."""
+        if self.actor_stopped.is_set():
+            return
+        inbox = self.actor_inbox
+        inbox.begin_turn(ITEMS_PER_TURN)
+        try:
+            self._actor_loop_running()
+        except queue.Empty:
+            return
+        inbox.begin_turn(sys.maxsize)
+        self._actor_loop_teardown()
+
+    # -- on the node's thread ----------------------------------------------------------------------------------------
 
     def on_receive(self, message: Any) -> Any:
         """One item of the mailbox."""
@@ -172,7 +252,7 @@ class MachineActor(pykka.ThreadingActor):
         now_ns = self._activity.busy_since_ns = time.monotonic_ns()
         self._injector.on_handled(now_ns, envelope)
         self._recorder.handled(now_ns, envelope)
-        message = envelope.message
+        message = self._activity.handling = envelope.message
         if type(message) is StatusRequest:
             self._report_status(now_ns, message, envelope)
         else:

@@ -29,7 +29,7 @@ class Console:
         return []
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
-        """Pass the message on. On the actor's thread."""
+        """Pass the message on. On the node's thread."""
         if isinstance(message, StatusReport):
             asked = self._reports.get(message.tag)
             if asked is not None:

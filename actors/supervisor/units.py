@@ -67,13 +67,10 @@ class Node:
     heard_ns: int = 0  # of its last sign of life
 
     def hang(self, now_ns: int, limit_ms: int) -> str:
-        """Why this process counts as hanging, "" when it does not: silence, or an actor stuck in one message."""
+        """Why this process counts as hanging, "" when it does not. A machine stuck in one message silences its node."""
         silent_ms = (now_ns - self.heard_ns) // 1_000_000
         if silent_ms > limit_ms:
             return f"{self.name} hangs: no sign of life for {silent_ms} ms"
-        for actor, stalled_ms in self.health.stalled_ms if self.health else ():
-            if stalled_ms > limit_ms:
-                return f"{self.name} hangs: {actor} busy with one message for {stalled_ms:.0f} ms"
         return ""
 
 

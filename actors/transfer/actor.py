@@ -1,6 +1,6 @@
 """The shell of a rank's ``transfer`` and ``staging`` actors.
 
-Threads: each actor handles its messages on its own thread; writes, reads and links run on a small pool, merges (one at
+Threads: actors handle their messages on the node's thread; writes, reads and links run on a small pool, merges (one at
 a time) on one or two threads. Both actors share the node's data plane and a book of the plans that are in force. On a
 mixed rank they exist and rest.
 """

@@ -15,6 +15,7 @@ from messages.base import Message
 from messages.lifecycle import StatusReport, StatusRequest, Stop
 from messages.requests import CancelRequest
 from tests.runtime.dummies import WAIT_S, Pool, Scripted, Work, start_node, text
+from transport.zmq_sockets import Sockets
 
 
 @pytest.fixture
@@ -218,3 +219,73 @@ def test_stop_is_taken_by_the_node_itself(nodes: list[Node], run_dir: Path) -> N
     node = one_node(nodes, run_dir, ActorSpec("machine", Scripted(begin=[Send("n/node", Stop(reason="enough"))])))
     assert node.wait() == "enough"
     assert node.exit_code == 0
+
+
+def test_all_actors_of_a_node_take_turns_on_one_thread(nodes: list[Node], run_dir: Path) -> None:
+    threads: set[threading.Thread] = set()
+
+    def react(sender: str, message: Message) -> Sequence[Effect]:
+        threads.add(threading.current_thread())
+        return [Send(sender, text("answer"))] if message == text("question") else []
+
+    names = [f"a{index}" for index in range(4)]
+    machines = [Scripted(react, begin=[Send(f"n/{name}", text("question")) for name in names]) for _ in names]
+    node = one_node(nodes, run_dir, *map(ActorSpec, names, machines))
+    for machine in machines:
+        machine.wait_for(2 * len(names))
+    node.post("test", "n/a0", text("from another thread"))
+    machines[0].wait_for(2 * len(names) + 1)
+    assert len(threads) == 1 and threading.current_thread() not in threads
+
+
+def test_an_actor_that_keeps_itself_busy_lets_others_and_the_links_have_their_turn(
+    nodes: list[Node], run_dir: Path
+) -> None:
+    over = threading.Event()
+
+    def go_on(sender: str, message: Message) -> Sequence[Effect]:
+        return [] if over.is_set() else [Send("n/busy", message)]
+
+    busy = Scripted(go_on, begin=[Send("n/busy", text("again"))] * 100)
+    other = Scripted(lambda sender, message: [Send(sender, message)])
+    asking = Scripted(begin=[Send("n/other", text("are you there?"))])
+    one_node(nodes, run_dir, ActorSpec("busy", busy), ActorSpec("other", other))
+    nodes.append(start_node(run_dir, "m", ActorSpec("asking", asking)))
+    assert asking.wait_for(1) == [("n/other", text("are you there?"))]
+    over.set()
+
+
+def test_what_many_threads_post_at_once_is_handled_once_each_in_each_threads_order(
+    nodes: list[Node], run_dir: Path
+) -> None:
+    machine = Scripted()
+    node = one_node(nodes, run_dir, ActorSpec("machine", machine))
+
+    def post(name: int) -> None:
+        for index in range(500):
+            node.post(f"t{name}", "n/machine", text(str(index)))
+
+    threads = [threading.Thread(target=post, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = machine.wait_for(2000)
+    for name in range(4):
+        assert [message for sender, message in seen if sender == f"n/t{name}"] == [text(str(i)) for i in range(500)]
+
+
+def test_a_node_whose_links_failed_still_closes_its_actors(
+    nodes: list[Node], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool()
+    node = one_node(nodes, run_dir, ActorSpec("machine", Scripted(), pool))
+
+    def broken(*_: object) -> int:
+        raise OSError("no more sockets")
+
+    monkeypatch.setattr(Sockets, "cool", broken)
+    node.post("test", "n/machine", text("wake up"))
+    assert "links failed" in node.wait()
+    node.close()
+    assert pool.closed == 1

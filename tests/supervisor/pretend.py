@@ -93,7 +93,7 @@ class Pretend:
         self.ready(*self.alive)
         self.advance(200)
 
-    def healthy(self, *nodes: str, stalled_ms: tuple[tuple[str, float], ...] = ()) -> None:
+    def healthy(self, *nodes: str) -> None:
         for node in nodes or tuple(self.alive):
             self.tell(
                 NodeHealth(
@@ -102,7 +102,6 @@ class Pretend:
                     rss_bytes=50_000_000,
                     cpu_percent=3.0,
                     threads=4,
-                    stalled_ms=stalled_ms,
                 )
             )
 

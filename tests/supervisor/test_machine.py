@@ -129,26 +129,6 @@ def test_silent_node_is_a_hang_and_kills_its_instance() -> None:
     assert {"front", "p0.ctl", "p0.r0", "p0.r1"} <= set(tree.alive)
 
 
-def test_actor_stuck_in_one_message_is_a_hang() -> None:
-    tree = serving(hang_timeout_ms=3_000)
-    tree.healthy("p0.r0", stalled_ms=(("transfer", 10.0), ("worker", 2_000.0)))
-    tree.advance(600)
-    assert not tree.killed
-    tree.healthy("p0.r0", stalled_ms=(("worker", 3_100.0),))
-    tree.advance(600)
-    assert "p0.r0 hangs: worker busy with one message for 3100 ms" in str(tree.value("unit.p0.last_failure"))
-
-
-def test_an_actor_may_be_busy_as_long_as_the_start_may_take() -> None:
-    tree = Pretend(hang_timeout_ms=1_000, start_timeout_ms=60_000)
-    tree.ready("front")
-    for _ in range(10):
-        tree.healthy("front")
-        tree.healthy("p0.r0", stalled_ms=(("worker", 5_000.0),))
-        tree.advance(900)
-    assert not tree.killed
-
-
 def test_start_that_takes_too_long_is_a_failure_that_names_who_is_missing() -> None:
     tree = Pretend("TP1", start_timeout_ms=5_000)
     tree.ready("front", "m0.ctl")

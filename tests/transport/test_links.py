@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -223,3 +224,32 @@ def test_two_nodes_cannot_listen_at_one_endpoint(fabric: Fabric) -> None:
     fabric.node("one")
     with pytest.raises(OSError, match="cannot listen"):
         fabric.node("one")
+
+
+def test_calls_are_made_in_order_on_the_links_thread_and_what_they_send_leaves(fabric: Fabric) -> None:
+    one, other = fabric.node("one"), fabric.node("other")
+    threads: list[threading.Thread] = []
+
+    def call(index: int) -> None:
+        threads.append(threading.current_thread())
+        one.say("other", str(index))
+        if index < 200:
+            one.links.call(lambda: call(index + 1))
+
+    one.links.call(lambda: call(0))
+    other.hears(*map(str, range(201)))
+    assert len(set(threads)) == 1 and threading.current_thread() not in threads
+
+
+def test_after_close_whoever_asks_for_a_call_makes_it(fabric: Fabric) -> None:
+    one = fabric.node("one")
+    one.links.close()
+    threads: list[threading.Thread] = []
+
+    def call(again: bool) -> None:
+        threads.append(threading.current_thread())
+        if again:
+            one.links.call(lambda: call(False))
+
+    one.links.call(lambda: call(True))
+    assert threads == [threading.current_thread()] * 2
