@@ -76,6 +76,8 @@ NODE_ACTOR = "node"
 """The actor of every node that receives ``Stop``."""
 
 VIEW_POLL_MS = 100.0
+LINK_POLL_MS = 10.0
+"""When only links are awaited, which take a few ms each."""
 STOP_GRACE_MS = 5_000.0
 BACKOFF_MAX_MS = 30_000.0
 DRAIN_MARGIN_MS = 1_000.0
@@ -318,10 +320,10 @@ class SupervisorMachine:
             return effects
         if hopeless := self._linking.hopeless:
             return effects + self._wind_down(hopeless, 0, failed=True)
-        if not self._linking.pending:
-            self._phase = Phase.SERVING
-            effects.append(Send(CONSOLE, TreeReady(url=self._url)))
-        return effects
+        if self._linking.pending:
+            return [*effects, self._timer("view", LINK_POLL_MS)]
+        self._phase = Phase.SERVING
+        return [*effects, Send(CONSOLE, TreeReady(url=self._url))]
 
     def _fail(self, unit: Unit, reason: str, fatal: bool) -> list[Effect]:
         """Kill the whole unit; what follows happens when the last process is gone."""
