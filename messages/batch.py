@@ -32,6 +32,11 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``block_ids`` is the whole block table (target and draft caches share it), long enough for every position the step
     may write, ``speculative_tokens`` included. A row samples when ``samples`` is true: a prefill's last chunk, and
     every decode row. ``speculative_tokens`` is how many drafts this row may verify (0 for prefill rows).
+
+    ``resumes`` marks the last chunk of a prefill over prompt and output: it ends before the last output token and
+    samples nothing, because the token that follows is known. That token is the first to be decoded, as it would have
+    been had nothing been computed again, so drafts and random streams fall on the same positions.
+
     ``push_chunk`` ≥ 0 asks the worker to tell its transfer actor ``LayerReady`` after each layer, under this chunk
     index.
 
@@ -47,9 +52,15 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_ids: tuple[int, ...]
     samples: bool
     is_prefill: bool = False
+    resumes: bool = False
     speculative_tokens: int = 0
     push_chunk: int = -1
     fork_of: str = ""
+
+    @property
+    def ends_prefill(self) -> bool:
+        """Whether its sequence has everything it decodes from once this row has run."""
+        return self.is_prefill and (self.samples or self.resumes)
 
 
 class ExecuteBatch(Message, frozen=True, kw_only=True):

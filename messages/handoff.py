@@ -75,8 +75,8 @@ class RequestRefused(Message, frozen=True, kw_only=True):
 
 class FirstGeneration(Message, frozen=True, kw_only=True):
     """P → D: prefill is done. Carries all that D cannot compute: the first token, its logprobs, the MTP bootstrap
-    (target hidden state of the last prompt position, after the final norm, raw ``bootstrap_dtype`` bytes), and where
-    the source state lies."""
+    (target hidden state of the last prefilled position, after the final norm, raw ``bootstrap_dtype`` bytes), and where
+    the source state lies. For an attempt that begins with delivered tokens, ``token_id`` is the last of those."""
 
     request_id: str
     epoch: int

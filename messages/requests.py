@@ -97,8 +97,9 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
 class SubmitRequest(Message, frozen=True, kw_only=True):
     """Gateway → scheduler of a mixed or prefill instance.
 
-    ``delivered_token_ids`` are tokens an earlier attempt already delivered: they are prefilled like prompt, and the
-    next generated token has index ``len(delivered_token_ids)``. ``sampling.max_tokens`` counts them too.
+    ``delivered_token_ids`` are tokens an earlier attempt already delivered: all but the last are prefilled like prompt,
+    the last is decoded first, and the next generated token has index ``len(delivered_token_ids)``.
+    ``sampling.max_tokens`` counts them too.
     ``siblings`` are further samples of the same prompt, submitted along with this one so that the prompt is computed
     once for all where that is possible. An instance answers about each of them under its own id and epoch.
     """

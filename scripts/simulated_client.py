@@ -55,7 +55,9 @@ class Request:
 class Clients:
     """All clients. They talk to whichever front is alive."""
 
-    def __init__(self, simulation: Simulation, requests: list[Request], deadline_ms: float) -> None:
+    def __init__(
+        self, simulation: Simulation, requests: list[Request], deadline_ms: float, speculative_tokens: int
+    ) -> None:
         self._simulation = simulation
         self.requests = requests
         self._deadline_ns = int(deadline_ms * 1e6)
@@ -63,7 +65,9 @@ class Clients:
         self._ticket = 0
         self.open_count = len(requests)
         for request in requests:
-            request.expected, request.reason = expected_output(request.prompt, request.sampling)
+            request.expected, request.reason = expected_output(
+                request.name, request.prompt, request.sampling, speculative_tokens
+            )
 
     def submit(self, request: Request) -> None:
         """The client sends its request, now."""

@@ -99,7 +99,7 @@ class SimulatedCluster:
         self.memory = Memory()
         self.speed = speed or Speed()
         self.simulation = Simulation(seed, links, recorder_for=recorder_for, on_fail=self._on_fail, notes_max=notes_max)
-        self.clients = Clients(self.simulation, requests, deadline_ms)
+        self.clients = Clients(self.simulation, requests, deadline_ms, options.num_speculative_tokens)
         self.injector: ClusterInjector | None = None
         if plan is not None and plan.rules:
             self.injector = ClusterInjector(plan)

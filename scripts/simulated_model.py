@@ -1,5 +1,8 @@
 """The model of a simulated rank: caches hold tags instead of numbers, and the next token is a hash of the history.
 
+As a token that is drawn with temperature and drafts, it is also a hash of the step that it comes from: where that began
+and how much it drafted. So a request gets wrong tokens when its steps are cut elsewhere than undisturbed (C29).
+
 A rank checks every row that a real model would read against the tags that must be there (``simulated_tags.py``), so a
 wrong merge, a stale write, a reused row or a row read too early is found where it is read.
 
@@ -24,6 +27,8 @@ from scripts.simulated_tags import TagTensor, Whose, stretches
 
 VOCABULARY: Final = 48
 EOS: Final = 0
+PREFILL: Final = (0, 0)
+"""The step of a token that a prefill samples: no decode step begins at position 0."""
 GEOMETRY: Final = ModelGeometry(
     model_fingerprint="simulated",
     layer_kinds=("attention", "delta"),
@@ -41,30 +46,47 @@ GEOMETRY: Final = ModelGeometry(
 )
 
 
-def next_token(history: Sequence[int], sampling: SamplingParams, output_count: int) -> int:
-    """The token that follows ``history``: the same wherever and whenever it is computed."""
-    token = crc32(array("H", history).tobytes(), sampling.seed & 0xFFFFFFFF) % VOCABULARY
+def next_token(history: Sequence[int], sampling: SamplingParams, output_count: int, step: tuple[int, int]) -> int:
+    """The token that follows ``history`` in a step that begins and drafts as ``step`` says, or in a prefill (``PREFILL``):
+    the same wherever and whenever it is computed."""
+    token = crc32(array("H", (*history, *step)).tobytes(), sampling.seed & 0xFFFFFFFF) % VOCABULARY
     if output_count < sampling.min_tokens:  # nothing that ends the output can be sampled yet
         while token in sampling.eos_token_ids or token in sampling.stop_token_ids:
             token = (token + 1) % VOCABULARY
     return token
 
 
-def expected_output(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
-    """(tokens, finish reason) that a client must get."""
+def verified(
+    request_id: str, history: Sequence[int], sampling: SamplingParams, output_count: int, drafts: int
+) -> list[int]:
+    """The tokens of a decode step: as many of ``drafts`` are accepted as request and position decide, and one more."""
+    step = (len(history) - 1, drafts)
+    tokens: list[int] = []
+    for _ in range(crc32(request_id.encode(), step[0]) % (drafts + 1) + 1):
+        tokens.append(next_token([*history, *tokens], sampling, output_count + len(tokens), step))
+    return tokens
+
+
+def expected_output(
+    request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, depth: int
+) -> tuple[list[int], str]:
+    """(tokens, finish reason) that a client must get: those of an undisturbed request that drafts ``depth`` tokens."""
     history = list(prompt)
-    output: list[int] = []
+    tokens = [next_token(history, sampling, 0, PREFILL)]
     while True:
-        token = next_token(history, sampling, len(output))
-        history.append(token)
-        output.append(token)
-        if len(output) > sampling.min_tokens:
-            if token in sampling.eos_token_ids and not sampling.ignore_eos:
-                return output, "stop"
-            if token in sampling.stop_token_ids:
-                return output, "stop"
-        if len(output) >= sampling.max_tokens:
-            return output, "length"
+        for token in tokens:
+            history.append(token)
+            count = len(history) - len(prompt)
+            if count > sampling.min_tokens:
+                if token in sampling.eos_token_ids and not sampling.ignore_eos:
+                    return history[len(prompt) :], "stop"
+                if token in sampling.stop_token_ids:
+                    return history[len(prompt) :], "stop"
+            if count >= sampling.max_tokens:
+                return history[len(prompt) :], "length"
+        count = len(history) - len(prompt)
+        drafts = max(0, min(depth, sampling.max_tokens - count - 1))
+        tokens = verified(request_id, history, sampling, count, drafts)
 
 
 def bootstrap(request_number: int, position: int) -> bytes:
@@ -163,11 +185,15 @@ class TagRunner:
         for tensor in self._slots:
             tensor.write_state(sequence.whose, sequence.start.slot, row.start, len(row.token_ids), True)
         sequence.computed, sequence.live = end, 0
-        if not row.samples:
+        if not row.ends_prefill:
             return RowResult(request_id=row.request_id, epoch=row.epoch)
-        token = next_token(sequence.history, sequence.start.sampling, len(sequence.outputs))
-        self._accept(sequence, [token])
-        return self._first(row, sequence, token)
+        tokens: list[int] = []
+        if row.samples:
+            tokens.append(next_token(sequence.history, sequence.start.sampling, len(sequence.outputs), PREFILL))
+        elif end != len(sequence.history) - 1:
+            raise Violation(f"I6: {self._where} ends {row.request_id} at {end} of {len(sequence.history)} tokens")
+        self._accept(sequence, tokens)
+        return self._first(row, sequence, tokens)
 
     def _fork(self, row: BatchRow, sequence: _Open) -> RowResult:
         """Begin where the prompt of another sequence ends, which ran in this step."""
@@ -180,28 +206,24 @@ class TagRunner:
         for tensor in self._slots:
             tensor.copy((source.slot,), (sequence.start.slot,))
         sequence.computed, sequence.draft_owes = row.start, True
-        token = next_token(sequence.history, sequence.start.sampling, 0)
+        token = next_token(sequence.history, sequence.start.sampling, 0, PREFILL)
         self._accept(sequence, [token])
-        return self._first(row, sequence, token)
+        return self._first(row, sequence, [token])
 
-    def _first(self, row: BatchRow, sequence: _Open, token: int) -> RowResult:
+    def _first(self, row: BatchRow, sequence: _Open, tokens: Sequence[int]) -> RowResult:
         hidden = bootstrap(sequence.whose.number, sequence.computed - 1) if self._has_drafts else b""
         return RowResult(
             request_id=row.request_id,
             epoch=row.epoch,
-            token_ids=(token,),
+            token_ids=tuple(tokens),
             bootstrap_hidden=hidden,
             bootstrap_dtype="float32" if hidden else "",
         )
 
     def _decode(self, row: BatchRow, sequence: _Open) -> RowResult:
         drafts = row.speculative_tokens
-        accepted = crc32(row.request_id.encode(), row.start) % (drafts + 1)
-        tokens: list[int] = []
-        for _ in range(accepted + 1):
-            tokens.append(
-                next_token(sequence.history + tokens, sequence.start.sampling, len(sequence.outputs) + len(tokens))
-            )
+        tokens = verified(row.request_id, sequence.history, sequence.start.sampling, len(sequence.outputs), drafts)
+        accepted = len(tokens) - 1
         end = row.start + 1 + accepted
         where = stretches(row.block_ids, self._block_size, row.start, end)
         rejected = stretches(row.block_ids, self._block_size, end, row.start + 1 + drafts)

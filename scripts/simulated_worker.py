@@ -173,7 +173,7 @@ class SimulatedWorkerExecutor:
                 token_start=row.start,
                 token_count=len(row.token_ids),
                 is_last_layer=index + 1 == len(self._layers),
-                is_last_chunk=row.samples,
+                is_last_chunk=row.ends_prefill,
                 namespace=namespace,
             )
             emit(transfer, message)

@@ -23,8 +23,9 @@ the current one, changes nothing (I5); its sender is told to cancel, so that not
 A new attempt is made when the holder says ``Failed(retryable)``; when the holder's incarnation leaves the view or is
 lost; when a token is missing and does not come within ``GAP_WAIT_MS``; and when nobody holds the request any more,
 whatever message was lost on the way (``rollcall.py``: instances are asked about requests that are quiet). It carries
-the tokens already delivered and the same seed, so the stream goes on where it stopped. The old attempt is cancelled
-wherever it may be. After ``request_attempts_max`` attempts, or at the request's deadline, the client gets one error.
+the tokens already delivered (whole steps of the old one) and the same seed, so the stream goes on where it stopped. The
+old attempt is cancelled wherever it may be. After ``request_attempts_max`` attempts, or at the request's deadline, the
+client gets one error.
 
 An id is in flight from admission until its record is forgotten; a second one is refused with 409. An id used again
 later starts at a higher attempt, so that late messages of its former life are stale. So does every id after the front

@@ -67,8 +67,13 @@ class Attempt:
 
     @property
     def total(self) -> int:
-        """Tokens that are prefilled: prompt and what earlier attempts delivered."""
-        return len(self.offer.prompt_token_ids) + len(self.offer.delivered_token_ids)
+        """Tokens that are prefilled: prompt and, but for the last token, what earlier attempts delivered."""
+        return len(self.offer.prompt_token_ids) + self.first_index
+
+    @property
+    def first_index(self) -> int:
+        """Index of the output token that ``FirstGeneration`` brings: the last that is known before this decodes."""
+        return max(0, len(self.offer.delivered_token_ids) - 1)
 
     def restored(self, now_ns: int, message: AllRestored, final_tokens: int) -> Sequence:
         """All ranks restored: the sequence that decodes from here on, and where the time went so far."""
@@ -91,7 +96,7 @@ class Attempt:
             request_id=offer.request_id,
             epoch=offer.epoch,
             prompt=offer.prompt_token_ids,
-            output=[*offer.delivered_token_ids, first.token_id],
+            output=list(offer.delivered_token_ids) or [first.token_id],
             sampling=offer.sampling,
             priority=offer.priority,
             order=self.order,

@@ -18,11 +18,14 @@ at any time. A step is planned in this order:
 preempted ones first; 4. the same three for offline ones, if no online sequence is left waiting. A prompt's last chunk
 takes along the other samples of that prompt (see ``siblings.py``).
 
-A decode row that needs a block when none is free first gives up speculation, then preempts the *youngest* sequence,
-offline before online (perhaps itself): it loses its memory, goes back to the queue and later computes prompt and output
-again. What it has said stays; what follows is the same for greedy rows and without drafts, and for sampled ones with
-drafts has the same distribution (which streams a token is drawn from depends on the drafts before it). A sequence is
-only ever taken on if alone it fits the whole pool, so the oldest always gets on. An online sequence at the head of the
+A decode row that needs a block when none is free preempts the *youngest* sequence, offline before online (perhaps
+itself): it loses its memory, goes back to the queue and later computes prompt and output again. What it has said stays,
+and what follows is the same (C29). With temperature, which streams a token is drawn from depends on where the steps
+before it began and how much they drafted, so neither depends on the neighbours or on memory: a row drafts
+``speculative_tokens`` (fewer only where its own end is nearer) or does not run in this step, and a prefill over output
+stops before the last token, from which decoding goes on where it stood. A sequence is only ever taken on if alone it
+fits the whole pool, the drafts of every step included, and nobody preempts an older one of its class. So the oldest
+always gets on: two that need each other's blocks do not take turns for ever. An online sequence at the head of the
 queue preempts offline ones to get in.
 
 Online and offline (C26): an offline sequence gets rows only in a step in which every online sequence got what it can
@@ -234,7 +237,7 @@ class Batcher:
             sequence.prompt_logprobs += result.prompt_logprobs
         if not row.samples:
             sequence.computed += len(row.token_ids)
-            return None
+            return self._resumed(sequence, result) if row.resumes else None
         kept = accept(
             sequence.sampling, index, sequence.final_tokens - len(sequence.prompt), result.token_ids, result.logprobs
         )
@@ -255,6 +258,14 @@ class Batcher:
             stop_token_id=kept.stop_token_id,
             row=result,
         )
+
+    def _resumed(self, sequence: Sequence, result: RowResult) -> Outcome | None:
+        """All but its last token is computed: it decodes, here or, if this instance does not, elsewhere."""
+        if not sequence.prefill_only:
+            sequence.is_decoding = True
+            return None
+        self._leave(sequence)
+        return Outcome(sequence=sequence, first_index=len(sequence.output), row=result)
 
     def _count(self, sequence: Sequence, row: BatchRow, result: RowResult) -> None:
         if row.is_prefill:

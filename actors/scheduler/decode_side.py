@@ -184,7 +184,7 @@ class DecodeSide:
             self._out.drop_late(message, *key)
             return
         offer = attempt.offer
-        expected = (offer.source_instance, offer.source_incarnation, len(offer.delivered_token_ids), attempt.total)
+        expected = (offer.source_instance, offer.source_incarnation, attempt.first_index, attempt.total)
         seen = (message.source_instance, message.source_incarnation, message.token_index, message.computed_tokens)
         if expected != seen:
             self._give_up(now_ns, attempt, f"FirstGeneration says {seen}, the offer said {expected}")

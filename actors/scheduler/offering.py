@@ -70,8 +70,8 @@ class Offering:
         return peer is not None and peer.silent
 
     def _hold_memory(self, now_ns: int, request: PrefillRequest) -> bool:
-        """Memory here for the whole prompt; an online request takes it from offline ones that have not begun."""
-        needed = self._pool.blocks_for(request.sequence.total)
+        """Memory here for the whole prefill; an online request takes it from offline ones that have not begun."""
+        needed = self._pool.blocks_for(request.sequence.prefill_end)
         while not self._pool.fits(needed):
             if not request.is_online or not self.withdraw_offline(now_ns):
                 return False

@@ -64,10 +64,10 @@ class Planner:
     def _add_decode(self, sequence: Sequence) -> bool:
         if not self._has_row_left():
             return False
-        drafts = min(self._limits.speculative_tokens, sequence.final_tokens - sequence.total - 1, self._tokens_left - 1)
-        drafts = self._make_room(sequence, max(0, drafts))
-        if drafts < 0 or sequence.holding is None:
+        drafts = max(0, min(self._limits.speculative_tokens, sequence.final_tokens - sequence.total - 1))
+        if self._tokens_left < 1 + drafts or not self._make_room(sequence, sequence.total + drafts):
             return False
+        assert sequence.holding is not None
         self._open(sequence)
         start = sequence.total - 1
         self._add(
@@ -85,24 +85,15 @@ class Planner:
         )
         return True
 
-    def _make_room(self, sequence: Sequence, drafts: int) -> int:
-        """Drafts that ``sequence`` has blocks for after growing its table; -1 when it was preempted itself."""
-        holding = sequence.holding
-        assert holding is not None
-        pool = self._pool
-        needed = pool.blocks_for(sequence.total + drafts)
-        if pool.grow(holding, needed):
-            return drafts
-        pool.grow(holding, len(holding.blocks) + min(pool.blocks.free_count, needed - len(holding.blocks)))
-        covered = len(holding.blocks) * pool.block_size
-        while covered < sequence.total:
+    def _make_room(self, sequence: Sequence, position_count: int) -> bool:
+        """Grow its table to ``position_count`` positions, preempting as needed; False when that took it itself."""
+        assert sequence.holding is not None
+        while not self._pool.grow(sequence.holding, self._pool.blocks_for(position_count)):
             victim = self._youngest(sequence)
             self._batcher.preempt(victim)
             if victim is sequence:
-                return -1
-            if pool.grow(holding, pool.blocks_for(sequence.total)):
-                covered = len(holding.blocks) * pool.block_size
-        return min(drafts, covered - sequence.total)
+                return False
+        return True
 
     def _youngest(self, sequence: Sequence) -> Sequence:
         """Whom ``sequence`` preempts: nobody older than itself in its class, and nobody who has a row already."""
@@ -115,7 +106,7 @@ class Planner:
     def _add_prefill(self, sequence: Sequence) -> bool:
         if not self._has_row_left():
             return False
-        remaining = sequence.total - sequence.computed
+        remaining = sequence.prefill_end - sequence.computed
         chunk = self._limits.max_tokens_per_chunk
         count = min(remaining, chunk, self._tokens_left) if chunk else remaining
         if count > self._tokens_left:
@@ -136,8 +127,9 @@ class Planner:
                 token_ids=sequence.tokens(sequence.computed, count),
                 start=sequence.computed,
                 block_ids=tuple(sequence.holding.blocks),
-                samples=count == remaining,
+                samples=count == remaining and not sequence.output,
                 is_prefill=True,
+                resumes=count == remaining and bool(sequence.output),
                 push_chunk=push_chunk,
             ),
             count,
@@ -193,7 +185,7 @@ class Planner:
         if not self._has_row_left():
             return False
         needed = self._pool.blocks_for(self._lookahead(sequence))
-        if not self._limits.max_tokens_per_chunk and sequence.total > self._tokens_left:
+        if not self._limits.max_tokens_per_chunk and sequence.prefill_end > self._tokens_left:
             return False
         reserve = self._pool.blocks.count // 100 if self.rows else 0  # so that what runs is not preempted at once
         if not self._pool.fits(needed + reserve) and not (

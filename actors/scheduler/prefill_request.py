@@ -71,7 +71,7 @@ class PrefillRequest:
             self.allocation_ms = ms_between(self.offer.offered_ns, self.offer.accepted_ns)
 
     def sampled(self, now_ns: int, outcome: Outcome) -> None:
-        """Its first token is here."""
+        """Its prefill is complete, and its first token here, if that was not known before."""
         self.sampled_ns = now_ns
         self.first = outcome
         self.chunk_count = self.sequence.chunk_count
@@ -86,8 +86,8 @@ class PrefillRequest:
             epoch=offer.epoch,
             source_instance=settings.instance,
             source_incarnation=settings.incarnation,
-            token_id=first.token_ids[0],
-            token_index=first.first_index,
+            token_id=self.sequence.output[-1],
+            token_index=len(self.sequence.output) - 1,
             chunk_count=self.chunk_count,
             computed_tokens=self.sequence.computed,
             source_block_ids=tuple(holding.blocks),

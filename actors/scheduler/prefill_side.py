@@ -20,11 +20,13 @@ Online and offline (C26). While an online request is queued, asks or backs off, 
 online request finds no room, here or there, offline ones that have not begun are withdrawn. An offline request that has
 begun runs on: it holds what the online one waits for, and holds it no longer than its hand-off takes.
 
-The end. The first token goes to the gateway from here. If it ends the request, the reservation is released; otherwise
-``FirstGeneration`` goes to the decode instance, and everything is held until that says ``HandoffComplete``, gives it
-back, or is dead. If it says nothing for as long as an offer may take, ``FirstGeneration`` is sent once more (it, or its
-answer, may have been lost) and the decode instance counts as silent; after ``handoff_timeout_ms`` the request is
-offered elsewhere, and the old offer stays open until it is confirmed as released.
+The end. The first token goes to the gateway from here, unless an earlier attempt delivered it: then the prefill ends
+before the last delivered token, which takes the first one's place in the hand-off. If it ends the request, the
+reservation is released; otherwise ``FirstGeneration`` goes to the decode instance, and everything is held until that
+says ``HandoffComplete``, gives it back, or is dead. If it says nothing for as long as an offer may take,
+``FirstGeneration`` is sent once more (it, or its answer, may have been lost) and the decode instance counts as silent;
+after ``handoff_timeout_ms`` the request is offered elsewhere, and the old offer stays open until it is confirmed as
+released.
 
 Samples of one prompt (see ``siblings.py``). A follower is not offered before its leader's prompt is complete
 (FOLLOWING). Its first token comes with its leader's, and from then on it is a request whose state is ready but which no
@@ -338,7 +340,7 @@ class PrefillSide:
             self._book.move(now_ns, self._book.requests[sequence.request_id], E.LEAD)
 
     def on_outcomes(self, now_ns: int, outcomes: list[Outcome]) -> None:
-        """First tokens: stream them, and hand the requests off that go on."""
+        """Complete prefills: stream first tokens, and hand the requests off that go on."""
         for outcome in outcomes:
             request = self._book.requests.get(outcome.sequence.request_id)
             if request is None or request.sequence is not outcome.sequence:

@@ -16,8 +16,9 @@ Priority = Literal["online", "offline"]
 class Sequence:
     """``prompt`` is what the client sent, ``output`` every token generated so far, by earlier attempts too.
 
-    ``computed`` tokens lie in the caches. A sequence *prefills* until a token is sampled here (after a preemption its
-    output is computed again like prompt), and *decodes* afterwards.
+    ``computed`` tokens lie in the caches. A sequence *prefills* until only its last output token is missing there, and
+    *decodes* afterwards. A prefill without output ends by sampling the first token; one with output (after a preemption
+    or on another instance) samples nothing: its last token is known, and decoding goes on from it.
     """
 
     request_id: str
@@ -56,6 +57,11 @@ class Sequence:
     def total(self) -> int:
         """Tokens it has now."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens that lie in the caches when it begins to decode."""
+        return max(len(self.prompt), self.total - 1)
 
     def tokens(self, start: int, count: int) -> tuple[int, ...]:
         """``count`` of its tokens from position ``start``."""

@@ -129,4 +129,11 @@ class Capacity:
                 f" one step, but max_tokens_per_batch is {settings.max_tokens_per_batch}: raise it, lower"
                 " max_model_len or enable chunked prefill"
             )
+        step_tokens = 1 + self.speculative_tokens
+        if settings.role != "PREFILL" and settings.max_tokens_per_batch < step_tokens:
+            return (
+                f"a decode step of one request verifies {step_tokens} tokens with num_speculative_tokens"
+                f" {self.speculative_tokens}, but max_tokens_per_batch is {settings.max_tokens_per_batch}: raise it or"
+                " lower num_speculative_tokens"
+            )
         return ""

@@ -133,7 +133,7 @@ class WorkerExecutor:
                 token_start=row.start,
                 token_count=len(row.token_ids),
                 is_last_layer=is_last_layer,
-                is_last_chunk=row.samples,
+                is_last_chunk=row.ends_prefill,
                 namespace=namespace,
             )
             emit(transfer, message)

@@ -316,9 +316,9 @@ class ModelRunner:
         sequence.computed = work.row.start + work.width
         if work.verdict is not None:
             sequence.accept(work.verdict.tokens, live=0)
-            if self._drafter is not None:
-                last = hidden[work.first + work.width - 1]
-                work.bootstrap = last.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        if work.row.ends_prefill and self._drafter is not None:
+            last = hidden[work.first + work.width - 1]
+            work.bootstrap = last.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
     def _advance_fork(self, work: _Work, hidden: torch.Tensor) -> None:
         """Begin where the prompt that it shares ends: that prompt's state, a token of its own."""

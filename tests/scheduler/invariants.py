@@ -24,7 +24,10 @@ def check_scheduler(machine: SchedulerMachine) -> None:
         assert len(rows) <= limits.max_seqs_per_batch
         tokens = sum(len(row.token_ids) + row.speculative_tokens for row in rows)
         assert tokens <= limits.max_tokens_per_batch
-        for _, holding, row in step.rows.values():
+        for sequence, holding, row in step.rows.values():
+            if not row.is_prefill:  # C29: a step begins and drafts as its sequence alone would have it
+                wanted = min(limits.speculative_tokens, sequence.final_tokens - sequence.total - 1)
+                assert (row.start, row.speculative_tokens) == (sequence.total - 1, max(0, wanted))
             assert not holding.freed, f"{row.request_id} runs in memory that was freed"
             last = row.start + len(row.token_ids) + row.speculative_tokens
             assert last <= len(row.block_ids) * pool.block_size, f"{row.request_id} writes past its table"

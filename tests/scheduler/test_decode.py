@@ -65,14 +65,15 @@ def offer(request_id: str = "a", prompt: int = 5, epoch: int = 0, **changes: Any
 
 def first_generation(message: AddNewRequest, **changes: Any) -> FirstGeneration:
     """p0 has prefilled what it offered."""
-    total = len(message.prompt_token_ids) + len(message.delivered_token_ids)
+    delivered = message.delivered_token_ids[:-1]
+    total = len(message.prompt_token_ids) + len(delivered)
     values: dict[str, Any] = dict(
         request_id=message.request_id,
         epoch=message.epoch,
         source_instance="p0",
         source_incarnation=1,
         token_id=1000 + total,
-        token_index=len(message.delivered_token_ids),
+        token_index=len(delivered),
         chunk_count=1,
         computed_tokens=total,
         source_block_ids=(0, 1),
@@ -351,7 +352,26 @@ def test_a_newer_attempt_from_the_gateway_stops_the_decoding_older_one() -> None
     batch = harness.one(ExecuteBatch)
     assert batch.closed == ("a",) and batch.opened[0].epoch == 65536
     harness.answer(batch)
-    assert harness.one(Generation).first_index == 2
+    assert harness.one(Generation).first_index == 1
+
+
+def test_a_request_that_another_instance_began_decodes_on_from_its_last_delivered_token() -> None:
+    """C29: the first step here begins where the next one would have begun there."""
+    harness = decode(speculative_tokens=3)
+    message = offer(prompt=7, delivered_token_ids=(1007, 1008, 1009), max_tokens=9)
+    accepted = reserve(harness, message)
+    assert len(accepted.target_block_ids) == 3  # seven tokens of the prompt, two delivered ones
+    first = first_generation(message)
+    assert (first.token_index, first.computed_tokens, first.token_id) == (2, 9, 1009)
+    harness.tell(first, P0)
+    harness.one(PullKVCache)
+    harness.tell(all_restored(), ENGINE)
+    batch = harness.one(ExecuteBatch)
+    (start,), (row,) = batch.opened, batch.rows
+    assert start.restored and start.output_token_ids == (1007, 1008, 1009)
+    assert (row.token_ids, row.start, row.speculative_tokens) == ((1009,), 9, 3)
+    harness.answer(batch)
+    assert harness.one(Generation).first_index == 3
 
 
 def test_a_lost_handoff_complete_is_said_again_when_asked() -> None:

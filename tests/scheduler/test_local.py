@@ -144,15 +144,60 @@ def test_a_preempted_sequence_resumes_before_new_ones() -> None:
     assert [f.request_id for f in harness.take(Finished)] == ["a", "b", "c"]
 
 
-def test_speculation_gives_way_before_anybody_is_preempted() -> None:
-    harness = Harness(block_count=3, speculative_tokens=3)
-    harness.tell(submit("a", 4, max_tokens=4))
-    harness.step()
-    harness.tell(submit("b", 3, max_tokens=1))
-    harness.step({"a": (50,)})
-    harness.run()
-    assert harness.machine.batcher is not None and harness.machine.batcher.preempted_count == 0
+def test_a_preempted_sequence_decodes_on_from_its_last_token_with_all_its_drafts() -> None:
+    """C29: the step boundary is where it was; nothing is sampled by the prefill that computes its output again."""
+    harness = Harness(block_count=6, speculative_tokens=3)
+    harness.tell(submit("a", 8, max_tokens=12))
+    harness.tell(submit("b", 8, max_tokens=12))
+    rows = [row for batch in harness.run() for row in batch.rows if row.request_id == "b"]
+    again = next(index for index, row in enumerate(rows) if index and row.start == 0)
+    end = next(row for row in rows[again:] if row.resumes)
+    assert not any(row.samples for row in rows[again:] if row.is_prefill)
+    known = end.start + len(end.token_ids)
+    following = rows[rows.index(end) + 1]
+    assert (following.start, following.token_ids) == (known, (1000 + known,))
+    assert (following.is_prefill, following.speculative_tokens) == (False, 3)
+    decoded = [row.start for row in rows if not row.is_prefill]
+    assert decoded == sorted(set(decoded)), "no step is taken twice"
     check_idle(harness.machine)
+
+
+@pytest.mark.parametrize("block_count", range(6, 24, 3))
+@pytest.mark.parametrize("speculative_tokens", [0, 1, 3, 8])
+def test_requests_that_need_each_others_blocks_for_their_drafts_all_end(
+    speculative_tokens: int, block_count: int
+) -> None:
+    """No taking turns for ever: the oldest keeps what it has, and every request fits alone with its last drafts."""
+    harness = Harness(block_count=block_count, speculative_tokens=speculative_tokens)
+    lengths = [(3, 21), (8, 12), (8, 16), (15, 9), (1, 23), (7, 1)]
+    for number, (prompt, max_tokens) in enumerate(lengths):
+        harness.tell(submit(f"r{number}", prompt, max_tokens=max_tokens))
+    harness.run()
+    assert {f.request_id: f.usage.completion_tokens for f in harness.take(Finished)} == {
+        f"r{number}": max_tokens for number, (_, max_tokens) in enumerate(lengths)
+    }
+    check_idle(harness.machine)
+
+
+def test_a_row_whose_drafts_do_not_fit_the_step_waits_for_the_next() -> None:
+    """C29: what the neighbours leave of the budget does not decide how much is drafted."""
+    harness = Harness(max_tokens_per_batch=6, speculative_tokens=3)
+    for name in "ab":
+        harness.tell(submit(name, 4, max_tokens=5))
+    drafted = [
+        {row.request_id: row.speculative_tokens for row in batch.rows if not row.is_prefill} for batch in harness.run()
+    ]
+    assert [step["b"] for step in drafted if "b" in step] == [3, 2, 1, 0]
+    assert {"a": 3} in drafted, "it would have fitted with fewer"
+    assert all(sum(1 + count for count in step.values()) <= 6 for step in drafted)
+    check_idle(harness.machine)
+
+
+def test_a_step_that_cannot_hold_one_requests_drafts_is_refused_at_start() -> None:
+    (failure,) = Harness(max_tokens_per_batch=3, speculative_tokens=3).failures
+    assert failure.fatal and "max_tokens_per_batch is 3" in failure.reason and "4 tokens" in failure.reason
+    assert not Harness(max_tokens_per_batch=4, speculative_tokens=3).failures
+    assert not Harness("PREFILL", "p0", max_tokens_per_batch=3, speculative_tokens=3).failures, "never drafts"
 
 
 def test_more_requests_than_slots_are_queued() -> None:

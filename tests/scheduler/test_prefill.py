@@ -572,10 +572,37 @@ def test_a_newer_attempt_replaces_the_older_one_and_its_offer() -> None:
     assert newer.epoch == 65536 and newer.delivered_token_ids == (1005,)
     accept(harness, instance, newer)
     harness.run()
-    generation = harness.one(Generation)
-    assert (generation.first_index, generation.epoch) == (1, 65536)
+    harness.none(Generation)  # its first token is delivered
+    first = harness.one(FirstGeneration)
+    assert (first.token_id, first.token_index, first.computed_tokens, first.epoch) == (1005, 0, 5, 65536)
     says(harness, instance, RequestReleased, offer)
     says(harness, instance, HandoffComplete, newer)
+    closed(harness)
+
+
+@pytest.mark.parametrize("delivered, blocks", [(1, 2), (2, 3), (5, 3), (6, 4)])
+def test_a_request_that_was_decoded_before_is_prefilled_up_to_its_last_delivered_token(
+    delivered: int, blocks: int
+) -> None:
+    """C29: nothing is sampled here; the last delivered token is handed off as a first token is, with its bootstrap."""
+    harness = prefill()
+    output = tuple(range(1008, 1008 + delivered))
+    harness.tell(submit("a", 8, max_tokens=20, delivered_token_ids=output))
+    instance, offer = ask(harness)
+    accept(harness, instance, offer)
+    rows = []
+    while batches := harness.take(ExecuteBatch):
+        rows += batches[0].rows
+        harness.answer(batches[0], bootstrap_hidden=b"hidden", bootstrap_dtype="float32")
+    assert [row.samples for row in rows] == [False] * len(rows)
+    assert [row.resumes for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert sum(len(row.token_ids) for row in rows) == 7 + delivered
+    harness.none(Generation)
+    first = harness.one(FirstGeneration)
+    assert (first.token_id, first.token_index, first.computed_tokens) == (output[-1], delivered - 1, 7 + delivered)
+    assert (first.bootstrap_hidden, first.bootstrap_dtype) == (b"hidden", "float32")
+    assert len(first.source_block_ids) == blocks
+    says(harness, instance, HandoffComplete, offer)
     closed(harness)
 
 

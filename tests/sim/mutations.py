@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from actors.scheduler.blocks import CachePool
 from actors.scheduler.decode_side import DecodeSide
 from actors.scheduler.machine import SchedulerMachine
 from actors.scheduler.offers import Offers
+from actors.scheduler.planning import Planner
 from actors.scheduler.prefill_side import PrefillSide
 from actors.scheduler.reservations import RECEIVE_PIN
+from actors.scheduler.sequence import Sequence
 from actors.scheduler.transitions import DecodeState
 from actors.transfer.attempts import Tombstones
 from actors.transfer.receive import Receive
@@ -231,6 +234,30 @@ def _a_preempted_sequence_keeps_its_progress() -> Patch:
     return Batcher, "preempt", preempt
 
 
+def _drafts_give_way_to_memory() -> Patch:
+    original = Planner._add_decode
+
+    def add_decode(self: Any, sequence: Any) -> bool:
+        whole = self._limits
+        needed = self._pool.blocks_for(sequence.total + whole.speculative_tokens) - len(sequence.holding.blocks)
+        if needed > self._pool.blocks.free_count:
+            self._limits = replace(whole, speculative_tokens=0)
+        try:
+            return original(self, sequence)
+        finally:
+            self._limits = whole
+
+    return Planner, "_add_decode", add_decode
+
+
+def _output_computed_again_to_its_last_token() -> Patch:
+    return Sequence, "prefill_end", property(lambda self: self.total)
+
+
+def _a_continuation_decodes_two_tokens_early() -> Patch:
+    return Sequence, "prefill_end", property(lambda self: max(len(self.prompt), self.total - 2))
+
+
 def _samples_share_the_block_they_go_on_in() -> Patch:
     original = CachePool.fork
 
@@ -336,6 +363,9 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _memory_of_a_running_step_freed,
         _lease_freed_during_its_merge,
         _a_preempted_sequence_keeps_its_progress,
+        _drafts_give_way_to_memory,
+        _output_computed_again_to_its_last_token,
+        _a_continuation_decodes_two_tokens_early,
         _samples_share_the_block_they_go_on_in,
         _samples_do_not_hold_what_they_share,
         _stale_epochs_accepted_by_the_gateway,
