@@ -47,7 +47,7 @@ GEOMETRY: Final = ModelGeometry(
 
 
 def next_token(history: Sequence[int], sampling: SamplingParams, output_count: int, step: tuple[int, int]) -> int:
-    """The token that follows ``history`` in a step that begins and drafts as ``step`` says, or in a prefill (``PREFILL``):
+    """The token that follows ``history`` in a step that begins and drafts as ``step`` says (``PREFILL``: in a prefill),
     the same wherever and whenever it is computed."""
     token = crc32(array("H", (*history, *step)).tobytes(), sampling.seed & 0xFFFFFFFF) % VOCABULARY
     if output_count < sampling.min_tokens:  # nothing that ends the output can be sampled yet

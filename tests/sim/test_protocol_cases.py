@@ -5,8 +5,11 @@ Each test ends with every request over as it should be, and every block, slot, l
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from messages.batch import ExecuteBatch
 from messages.envelope import Envelope
 from messages.transfer import PullKVCache
 from scripts.simulated_client import Request
@@ -216,6 +219,33 @@ def test_a_full_decode_instance_preempts_and_the_tokens_do_not_change() -> None:
     assert case.states == ["finished"] * 4
     batcher = case.scheduler("d0").batcher
     assert batcher is not None and batcher.preempted_count > 0
+
+
+@pytest.mark.parametrize("mode", ["PUSH", "PULL"])
+@pytest.mark.parametrize("speculative_tokens", [0, 3])
+def test_a_stream_goes_on_step_by_step_as_before_when_its_decode_instance_dies(
+    speculative_tokens: int, mode: str
+) -> None:
+    """C29: the client's tokens are those of the undisturbed steps, and no prefill samples what was delivered."""
+    requests = [request(name, 4 + name, max_tokens=24) for name in range(1, 5)]
+    for nth in (8, 13, 18):
+        case = Case(
+            [replace(one) for one in requests],
+            topology="P2/D1x2",
+            num_speculative_tokens=speculative_tokens,
+            kv_cache_transfer_mode=mode,
+        )
+        case.crash_at("d0.ctl", "Generation", nth)
+        resumed: list[bool] = []
+
+        def look(envelope: Envelope, resumed: list[bool] = resumed) -> None:
+            if isinstance(envelope.message, ExecuteBatch) and envelope.to == "p0.ctl/engine":
+                resumed += [row.samples for row in envelope.message.rows if row.resumes]
+
+        case.on_handled.append(look)
+        case.run()
+        assert case.states == ["finished"] * 4
+        assert resumed and not any(resumed)
 
 
 def test_staging_that_is_full_is_a_refusal_and_a_retry() -> None:
