@@ -130,7 +130,7 @@ def assert_same(found: Served, expected: Served) -> None:
     for key, (tokens, weights) in expected.proposals.items():
         assert found.proposals[key][0] == tokens, key
         for ours, theirs in zip(found.proposals[key][1], weights, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("block_count", [12, 16, 20])
