@@ -9,21 +9,21 @@ from typing import Final
 
 import psutil
 
+from actors.runtime.nursery import NODE_MODULE
 from actors.runtime.process import RING_SIGNAL
 from actors.runtime.trace import RINGS
 from actors.runtime.trace_file import TraceError
 
 WAIT_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 0.05
-_MODULE: Final = "actors.runtime.node"
 
 
 def node_processes(run_dir: Path) -> dict[int, str]:
     """pid → node, of the node processes that were started from configurations in ``run_dir`` and listen already."""
     found: dict[int, str] = {}
     for process in psutil.process_iter(["pid", "cmdline"]):
-        command: list[str] = process.info["cmdline"] or []
-        if _MODULE in command and Path(command[-1]).parent == run_dir and _catches(process.info["pid"]):
+        command = [word for word in process.info["cmdline"] or [] if word]  # a forked node's ends with empty ones
+        if NODE_MODULE in command and Path(command[-1]).parent == run_dir and _catches(process.info["pid"]):
             found[process.info["pid"]] = Path(command[-1]).stem
     return found
 

@@ -61,7 +61,7 @@ def _other_runs() -> bool:
             command = (process / "cmdline").read_text()
         except OSError:
             continue
-        if any(word in command for word in ("kvferry", "actors.runtime.node", "pytest", "scripts.")):
+        if any(word in command for word in ("kvferry", "actors.runtime.", "pytest", "scripts.")):
             return True
     return False
 

@@ -9,9 +9,13 @@ from actors.runtime.machine import Job
 
 
 class StartProcess(Job, frozen=True, kw_only=True):
-    """Start a node. Emits ``ProcessStarted``; its result, ``ProcessExited``, comes when the process has ended."""
+    """Start a node. Emits ``ProcessStarted``; its result, ``ProcessExited``, comes when the process has ended.
+
+    ``forked``: from a process that has loaded what such nodes need. All forked nodes of a tree have the same factories.
+    """
 
     config: NodeConfig
+    forked: bool = False
 
 
 class SignalProcess(Job, frozen=True, kw_only=True):

@@ -296,8 +296,10 @@ class SupervisorMachine:
 
     def _launch(self, unit: Unit) -> list[Effect]:
         known = tuple((node, other.incarnation) for other in self._units.values() for node in other.nodes)
-        configs = [node_config(self._plan, unit, node, known, self._url) for node in unit.nodes.values()]
-        starts: list[Effect] = [Run(StartProcess(config=config)) for config in configs]
+        starts: list[Effect] = [
+            Run(StartProcess(config=node_config(self._plan, unit, node, known, self._url), forked=node.kind == "rank"))
+            for node in unit.nodes.values()
+        ]
         return [*starts, self._timer("start", float(self._options.start_timeout_ms), unit)]
 
     def _relaunch(self, now_ns: int, unit: Unit) -> list[Effect]:

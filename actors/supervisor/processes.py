@@ -1,8 +1,11 @@
 """The supervisor's hands: starts node processes, sees them end, signals them, removes what they left.
 
 One thread does all of it. It starts every process, because the kernel ties a child's parent-death signal to the thread
-that made it; it alone reaps them, so that a signal can never reach a reused pid; and it reads what they write to
-stderr, passes it on line by line and keeps the end of it as last words.
+that made it; it signals them through pidfds, so that a signal can never reach a reused pid; and it reads what they
+write to stderr, passes it on line by line and keeps the end of it as last words.
+
+A node is started as a program of its own or, where it would load much, forked by a nursery that has loaded that. The
+nursery starts with the first such node; one that dies takes its children along, and the next node brings another.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import selectors
 import signal
 import subprocess
@@ -17,6 +21,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,9 +30,11 @@ from actors.runtime.config import NodeConfig
 from actors.runtime.context import Done, Emit
 from actors.runtime.log import WriteLine, write_to_stderr
 from actors.runtime.machine import Job
+from actors.runtime.nursery import NODE_MODULE
 from actors.runtime.process import EXIT_CONFIG
 from actors.supervisor.jobs import CleanUnit, SignalProcess, StartProcess
-from actors.supervisor.run_dir import NODE_MODULE, RunDir
+from actors.supervisor.nurseries import Nursery, NurseryLostError
+from actors.supervisor.run_dir import RunDir
 from messages.base import SUPERVISOR
 from messages.lifecycle import ProcessExited, ProcessSignalled, ProcessStarted, UnitCleaned
 from transport.dataplane import COPY_ENVIRONMENT
@@ -42,14 +49,18 @@ _SPIN_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 short enough that a rank leaves its cores to the other processes of the host while it waits for its next command."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Process:
-    """One child that has not been reaped yet."""
+    """A node asked for whose end was not told yet. ``pidfd`` is -1 as long as its nursery has not forked it."""
 
     config: NodeConfig
-    child: subprocess.Popen[bytes]
-    pidfd: int
+    emit: Emit
     done: Done
+    stderr: int  # we read what it writes
+    origin: subprocess.Popen[bytes] | Nursery | None = None
+    pid: int = 0
+    pidfd: int = -1
+    condemned: int = 0  # a signal it gets as soon as it is there
     unfinished: bytes = b""  # of the line being read
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
@@ -69,6 +80,7 @@ class ProcessExecutor:
         self._write_line = write_line
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._processes: dict[str, _Process] = {}
+        self._nursery: Nursery | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -94,14 +106,16 @@ class ProcessExecutor:
     def _work(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                process: _Process | None = key.data
-                if process is None:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                elif key.fd == process.pidfd:
-                    self._reap(process)
-                else:
-                    self._read(process)
+                match key.data:
+                    case None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake_read, 4096)
+                    case Nursery():
+                        self._hear(key.data)
+                    case _Process(pidfd=key.fd):
+                        self._reap(key.data)
+                    case _:
+                        self._read(key.data)
             while not self._orders.empty():
                 order = self._orders.get()
                 if order is None:
@@ -111,41 +125,89 @@ class ProcessExecutor:
 
     def _carry_out(self, order: _Order) -> None:
         match order.job:
-            case StartProcess(config=config):
-                self._start(config, order.emit, order.done)
+            case StartProcess() as job:
+                self._start(job, order.emit, order.done)
             case SignalProcess() as job:
                 process = self._processes.get(job.node)
                 if process is not None and process.config.incarnation == job.incarnation:
-                    process.child.send_signal(_SIGNALS[job.signal])
+                    self._signal(process, _SIGNALS[job.signal])
                 order.done(ProcessSignalled(node=job.node, incarnation=job.incarnation))
             case CleanUnit() as job:
                 order.done(UnitCleaned(unit=job.unit, removed=self._clean(job)))
             case _:
                 raise TypeError(f"the supervisor has no job {type(order.job).__name__}")
 
-    def _start(self, config: NodeConfig, emit: Emit, done: Done) -> None:
+    def _start(self, job: StartProcess, emit: Emit, done: Done) -> None:
+        config = job.config
         path = self._run_dir.path / f"{config.node}.json"
+        stderr, theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(stderr, False)
+        process = _Process(config, emit, done, stderr)
         try:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(config))
-            child = subprocess.Popen(
-                [sys.executable, "-m", NODE_MODULE, str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=self._environment(config),
-                start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
-            )
+            if job.forked:
+                process.origin = self._nursery_for(config)
+                process.origin.fork(path, theirs, partial(self._begin, process))
+            else:
+                process.origin = subprocess.Popen(
+                    [sys.executable, "-m", NODE_MODULE, str(path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=theirs,
+                    env=self._environment(config),
+                    start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
+                )
         except OSError as error:
+            os.close(stderr)
             done(ProcessExited(node=config.node, incarnation=config.incarnation, last_words=str(error)))
             return
-        assert child.stderr is not None
-        os.set_blocking(child.stderr.fileno(), False)
-        process = _Process(config, child, os.pidfd_open(child.pid), done)
+        finally:
+            os.close(theirs)
         self._processes[config.node] = process
-        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
-        self._selector.register(child.stderr.fileno(), selectors.EVENT_READ, process)
-        emit(SUPERVISOR, ProcessStarted(node=config.node, incarnation=config.incarnation, pid=child.pid))
+        self._selector.register(stderr, selectors.EVENT_READ, process)
+        if isinstance(process.origin, subprocess.Popen):
+            self._begin(process, process.origin.pid, os.pidfd_open(process.origin.pid))
+
+    def _begin(self, process: _Process, pid: int, pidfd: int) -> None:
+        """The process is there."""
+        process.pid, process.pidfd = pid, pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, process)
+        config = process.config
+        process.emit(SUPERVISOR, ProcessStarted(node=config.node, incarnation=config.incarnation, pid=pid))
+        if process.condemned:
+            self._signal(process, process.condemned)
+
+    def _signal(self, process: _Process, number: int) -> None:
+        if process.pidfd < 0:
+            process.condemned = number
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and we are about to hear of it
+            signal.pidfd_send_signal(process.pidfd, number)
+
+    def _nursery_for(self, config: NodeConfig) -> Nursery:
+        """Where this node comes from. The forked nodes of a tree are of one kind and have one environment."""
+        if self._nursery is None:
+            modules = [factory.partition(":")[0] for factory in config.factories]
+            self._nursery = Nursery(self._run_dir.path, modules, self._environment(config))
+            self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery)
+        return self._nursery
+
+    def _hear(self, nursery: Nursery) -> None:
+        try:
+            nursery.receive()
+        except NurseryLostError as error:
+            self._lose(nursery, str(error))
+
+    def _lose(self, nursery: Nursery, reason: str) -> None:
+        """End the nursery with everything that came from it: what runs is reaped in turn, what waits never starts."""
+        self._selector.unregister(nursery)
+        nursery.close()
+        self._nursery = None
+        for process in [found for found in self._processes.values() if found.origin is nursery]:
+            self._signal(process, signal.SIGKILL)
+            if process.pidfd < 0:
+                self._forget(process, exit_code=None, last_words=reason)
 
     @staticmethod
     def _environment(config: NodeConfig) -> dict[str, str]:
@@ -156,16 +218,15 @@ class ProcessExecutor:
 
     def _read(self, process: _Process) -> bool:
         """Pass on what is there; False at the end of the stream or when there is nothing."""
-        assert process.child.stderr is not None
         try:
-            data = os.read(process.child.stderr.fileno(), 1 << 16)
+            data = os.read(process.stderr, 1 << 16)
         except BlockingIOError:
             return False
         except OSError:
             data = b""
         if not data:
             with contextlib.suppress(KeyError):
-                self._selector.unregister(process.child.stderr.fileno())
+                self._selector.unregister(process.stderr)
             return False
         *lines, process.unfinished = (process.unfinished + data).split(b"\n")
         for line in lines:
@@ -179,27 +240,35 @@ class ProcessExecutor:
             self._write_line(text)
 
     def _reap(self, process: _Process) -> None:
-        """The process has ended: read its last words, and say so."""
-        exit_code = process.child.wait()
+        """The process has ended, or is about to: read its last words, and say so."""
+        if isinstance(process.origin, Nursery):
+            select.select([process.pidfd], [], [])
+            exit_code = process.origin.exit_code(process.pid)
+        else:
+            assert process.origin is not None
+            exit_code = process.origin.wait()
         while self._read(process):
             pass
         self._pass_on(process, process.unfinished)
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
-        assert process.child.stderr is not None
+        words = " | ".join(process.last_lines)[-LAST_WORDS_MAX:] if exit_code > 0 else ""
+        self._forget(process, exit_code, words)
+
+    def _forget(self, process: _Process, exit_code: int | None, last_words: str) -> None:
+        """Tell the end of a process of which nothing is left to reap."""
         with contextlib.suppress(KeyError):
-            self._selector.unregister(process.child.stderr.fileno())
-        process.child.stderr.close()
+            self._selector.unregister(process.stderr)
+        os.close(process.stderr)
         config = process.config
         del self._processes[config.node]
-        words = " | ".join(process.last_lines)[-LAST_WORDS_MAX:] if exit_code > 0 else ""
         process.done(
             ProcessExited(
                 node=config.node,
                 incarnation=config.incarnation,
                 exit_code=exit_code,
                 fatal=exit_code == EXIT_CONFIG,
-                last_words=words,
+                last_words=last_words,
             )
         )
 
@@ -215,7 +284,9 @@ class ProcessExecutor:
 
     def _end(self) -> None:
         for process in self._processes.values():
-            process.child.kill()
+            self._signal(process, signal.SIGKILL)
+        if self._nursery is not None:
+            self._lose(self._nursery, "stopped")
         for process in tuple(self._processes.values()):
             self._reap(process)
         self._selector.close()

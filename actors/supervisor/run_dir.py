@@ -21,10 +21,10 @@ import msgspec
 import psutil
 
 from actors.runtime.config import ConfigError
+from actors.runtime.nursery import NODE_MODULE, NURSERY_MODULE
 from transport.shm_dataplane import unlink_run_segments
 
 PREFIX = "kvferry-run-"
-NODE_MODULE = "actors.runtime.node"
 OWNER_FILE = "owner.json"
 SOCKET_PATH_BYTES_MAX = 107  # sun_path of a Unix socket, without the final zero
 LONGEST_SOCKET_NAME = "supervisor.sock"
@@ -156,7 +156,8 @@ def _kill_orphans(path: Path) -> None:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = process.cmdline()
-            if NODE_MODULE in command and any(Path(word).parent == path for word in command if word.endswith(".json")):
+            ours = NODE_MODULE in command or NURSERY_MODULE in command
+            if ours and any(Path(word).parent == path for word in command):
                 process.kill()
                 orphans.append(process)
     psutil.wait_procs(orphans, timeout=ORPHAN_END_S)

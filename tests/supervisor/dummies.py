@@ -14,6 +14,9 @@ from messages.base import REGISTRY, SUPERVISOR, Message, instance_of
 from messages.cluster import Heartbeat, InstanceInfo, LinkReport, RegisterInstance
 from messages.lifecycle import Drain, Drained, NodeProgress
 
+LOADED_IN = os.getpid()
+"""The process that imported this module: of a forked node not the one that it runs in."""
+
 URL = "http://127.0.0.1:1"
 HERE = "tests.supervisor.dummies"
 FACTORIES: dict[Kind, tuple[str, ...]] = {
@@ -38,7 +41,7 @@ class Dummy:
     def status(
         self, now_ns: int
     ) -> tuple[tuple[tuple[str, float | int | str], ...], tuple[tuple[str, int, str, str, int], ...]]:
-        return (("pid", os.getpid()),), ()
+        return (("pid", os.getpid()), ("loaded_in", LOADED_IN)), ()
 
 
 def build_front(context: NodeContext) -> tuple[ActorSpec, ...]:

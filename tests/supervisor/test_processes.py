@@ -16,8 +16,9 @@ import pytest
 
 from actors.runtime.config import ConfigError, Options
 from actors.runtime.machine import Effect
+from actors.runtime.nursery import NODE_MODULE, NURSERY_MODULE
 from actors.supervisor.machine import SupervisorMachine
-from actors.supervisor.run_dir import NODE_MODULE, clean_dead_runs, make_run_dir
+from actors.supervisor.run_dir import clean_dead_runs, make_run_dir
 from scripts.cluster import Cluster, ClusterError
 from tests.supervisor.dummies import FACTORIES, HERE, URL
 from transport.shm_dataplane import run_segments
@@ -30,14 +31,15 @@ def options(**changes: Any) -> Options:
     return Options(**(defaults | {"log_level": "warning"} | changes))
 
 
-def node_processes(run_dir: Path) -> list[int]:
+def node_processes(run_dir: Path, modules: tuple[str, ...] = (NODE_MODULE, NURSERY_MODULE)) -> list[int]:
+    """Processes of a run, as their command lines tell."""
     found = []
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
         except psutil.Error:
             continue
-        if NODE_MODULE in command and any(word.startswith(f"{run_dir}/") for word in command):
+        if set(modules) & set(command) and any(word.startswith(f"{run_dir}/") for word in command):
             found.append(process.pid)
     return found
 
@@ -77,6 +79,8 @@ def test_tree_starts_says_where_it_listens_and_leaves_nothing() -> None:
     assert len(run_segments(run_id)) == 3
     reports = {report.address: dict(report.values)["pid"] for report in cluster.observer.reports(["p0.r1/worker"])}
     assert reports == {"p0.r1/worker": status["nodes"]["p0.r1"]["pid"]}
+    pids = [node["pid"] for node in status["nodes"].values()]
+    assert sorted(node_processes(path, (NODE_MODULE,))) == sorted(pids), "each one shows its own command line"
     cluster.stop()
     assert_nothing_left(path, run_id)
 
