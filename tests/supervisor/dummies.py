@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 from actors.registry.actor import build as build_registry
-from actors.runtime.config import ConfigError
+from actors.runtime.config import ConfigError, NodeConfig
 from actors.runtime.context import ActorSpec, NodeContext
-from actors.runtime.machine import Effect, Send
+from actors.runtime.machine import Effect, Send, StartTimer
 from actors.supervisor.units import Kind
 from messages.base import REGISTRY, SUPERVISOR, Message, instance_of
 from messages.cluster import Heartbeat, InstanceInfo, LinkReport, RegisterInstance
 from messages.lifecycle import Drain, Drained, NodeProgress
+from messages.timers import InstanceTimer
 
 LOADED_IN = os.getpid()
 """The process that imported this module: of a forked node not the one that it runs in."""
@@ -44,6 +45,21 @@ class Dummy:
         return (("pid", os.getpid()), ("loaded_in", LOADED_IN)), ()
 
 
+class DummyScheduler(Dummy):
+    """Registers its instance and says at every heartbeat that it lives, as a real one does."""
+
+    def __init__(self, config: NodeConfig, register: Message, beat: Message) -> None:
+        super().__init__(config.node, "scheduler", (Send(REGISTRY, register),))
+        due = InstanceTimer(purpose="heartbeat", instance=config.instance, incarnation=config.incarnation)
+        self._beat = [Send(REGISTRY, beat), StartTimer(("heartbeat",), float(config.options.heartbeat_ms), due)]
+
+    def start(self, now_ns: int) -> list[Effect]:
+        return [*super().start(now_ns), *self._beat]
+
+    def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
+        return list(self._beat) if isinstance(message, InstanceTimer) else super().handle(now_ns, sender, message)
+
+
 def build_front(context: NodeContext) -> tuple[ActorSpec, ...]:
     context.ready_detail(URL)
     return (*build_registry(context), ActorSpec("gateway", Dummy(context.config.node, "gateway")))
@@ -61,29 +77,25 @@ def build_control(context: NodeContext) -> tuple[ActorSpec, ...]:
         block_count=10,
         slot_count=2,
     )
-    register = Send(REGISTRY, RegisterInstance(info=info))
     links = tuple(
         LinkReport(instance=instance_of(node), incarnation=incarnation)
         for node, incarnation in config.incarnations
         if node.endswith(".ctl") and instance_of(node) != config.instance
     )
-    beat = Send(
-        REGISTRY,
-        Heartbeat(
-            instance=config.instance,
-            incarnation=config.incarnation,
-            running=0,
-            waiting=0,
-            blocks_free=10,
-            blocks_total=10,
-            slots_free=2,
-            slots_total=2,
-            links=links,
-        ),
+    beat = Heartbeat(
+        instance=config.instance,
+        incarnation=config.incarnation,
+        running=0,
+        waiting=0,
+        blocks_free=10,
+        blocks_total=10,
+        slots_free=2,
+        slots_total=2,
+        links=links,
     )
     return (
         ActorSpec("engine", Dummy(config.node, "engine")),
-        ActorSpec("scheduler", Dummy(config.node, "scheduler", (register, beat))),
+        ActorSpec("scheduler", DummyScheduler(config, RegisterInstance(info=info), beat)),
     )
 
 
