@@ -33,6 +33,9 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     may write, ``speculative_tokens`` included. A row samples when ``samples`` is true: a prefill's last chunk, and
     every decode row. ``speculative_tokens`` is how many drafts this row may verify (0 for prefill rows).
 
+    A decode row without ``token_ids`` belongs to a step that was sent while the one before it still runs: it feeds the
+    token that its sequence is given there. ``start`` is that token's position.
+
     ``resumes`` marks the last chunk of a prefill over prompt and output: it ends before the last output token and
     samples nothing, because the token that follows is known. That token is the first to be decoded, as it would have
     been had nothing been computed again, so drafts and random streams fall on the same positions.
@@ -56,6 +59,11 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     speculative_tokens: int = 0
     push_chunk: int = -1
     fork_of: str = ""
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens it feeds, drafts aside."""
+        return len(self.token_ids) if self.is_prefill else 1
 
     @property
     def ends_prefill(self) -> bool:

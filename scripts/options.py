@@ -31,6 +31,7 @@ HELP: dict[str, str] = {
     "max_tokens_per_batch": "Tokens one step may compute.",
     "max_seqs_per_batch": "Sequences that run at once; also the recurrent-state slots of a rank.",
     "enable_chunked_prefill": "Split long prompts into chunks that share steps with decode rows.",
+    "enable_async_scheduling": "Send a plain decode step while the one before it runs: ranks never wait for it.",
     "max_tokens_per_chunk_for_prefill": "Longest prefill chunk; also sizes the staging windows.",
     "offer_window": "Requests near the head of a prefill queue that are offered to decode instances ahead of time.",
     "offer_attempts_max": "Offers of one request before it fails for want of room.",

@@ -19,6 +19,8 @@ from mmap import mmap
 from typing import Final
 from zlib import crc32
 
+import msgspec
+
 from messages.batch import BatchRow, ExecuteBatch, RowResult, SequenceStart
 from messages.layout import ModelGeometry, TensorLayout
 from messages.requests import SamplingParams
@@ -154,8 +156,10 @@ class TagRunner:
             raise Violation(
                 f"I2: {self._where} runs {row.request_id} from token {row.start}, its caches hold {sequence.computed}"
             )
-        fed = sequence.history[row.start : row.start + len(row.token_ids)]
-        if tuple(fed) != row.token_ids:
+        fed = tuple(sequence.history[row.start : row.start + row.token_count])
+        if not row.token_ids and not row.is_prefill and fed:  # sent a step ahead
+            row = msgspec.structs.replace(row, token_ids=fed)
+        if fed != row.token_ids:
             raise Violation(f"I6: {self._where} is fed {row.token_ids} as tokens {row.start}… of {row.request_id}")
         if row.start:
             self._check(row, sequence)

@@ -12,9 +12,10 @@ it has asked of them, which have answered:
     receives    see receives.py (decode instances)
     pushes      see pushes.py (prefill instances)
 
-Steps are one ordered stream, one in flight. All ranks of an instance fail together: a rank that reports a broken step,
-that samples a different token, or that does not answer in time ends the node (``Fail``), because ranks that have left
-the common stream cannot come back to it; the supervisor restarts the whole instance.
+Steps are one ordered stream; the scheduler may send one while another runs, and they end in their order. All ranks of
+an instance fail together: a rank that reports a broken step, that samples a different token, or that does not answer in
+time ends the node (``Fail``), because ranks that have left the common stream cannot come back to it; the supervisor
+restarts the whole instance.
 
 A row that one rank could not run (``RowResult.error``) has failed on all: the error stands in the merged result and the
 instance lives on. Answers about an older step, another incarnation, or given twice, change nothing.
@@ -22,6 +23,7 @@ instance lives on. Answers about an older step, another incarnation, or given tw
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -77,7 +79,7 @@ class EngineSettings:
 
 @dataclass
 class StepInFlight:
-    """The step that runs, and the ranks that have answered."""
+    """A step that runs or waits for the one that does, and the ranks that have answered."""
 
     number: int
     since_ns: int
@@ -93,7 +95,7 @@ class EngineMachine:
         self._workers = tuple(rank_address(settings.instance, rank, "worker") for rank in range(settings.tp_size))
         self._manifests: dict[int, Manifest] = {}
         self._ready = False
-        self._step: StepInFlight | None = None
+        self._steps: deque[StepInFlight] = deque()  # the first one is watched by the timer
         self._steps_done = 0
         self.links = Links(
             settings.instance, settings.tp_size, timeout_ms=settings.link_timeout_ms, resend_ms=settings.resend_ms
@@ -118,7 +120,7 @@ class EngineMachine:
             case ExecuteBatch():
                 return self._on_execute_batch(now_ns, message)
             case BatchResult():
-                return self._on_batch_result(message)
+                return self._on_batch_result(now_ns, message)
             case StepFailed():
                 return self._on_step_failed(message)
             case InstanceTimer(purpose=purpose) if purpose.startswith("step"):
@@ -140,10 +142,11 @@ class EngineMachine:
             ("receives", self.receives.live_count),
             ("pushes_closing", self.pushes.closing_count),
         ]
-        if self._step is not None:
-            missing = [str(rank) for rank in range(len(self._workers)) if rank not in self._step.results]
-            values.append(("step", f"{self._step.number}: waits for ranks {', '.join(missing)}"))
-            values.append(("step_since_ns", self._step.since_ns))
+        if self._steps:
+            step = self._steps[0]
+            missing = [str(rank) for rank in range(len(self._workers)) if rank not in step.results]
+            values.append(("step", f"{step.number}: waits for ranks {', '.join(missing)}"))
+            values.append(("step_since_ns", step.since_ns))
         return (*values, *self.links.status()), self.receives.status()
 
     # -- readiness -----------------------------------------------------------------------------------------------
@@ -171,62 +174,72 @@ class EngineMachine:
     def _on_execute_batch(self, now_ns: int, message: ExecuteBatch) -> list[Effect]:
         if message.incarnation != self.settings.incarnation or message.step <= self._last_step():
             return []
-        self._step = StepInFlight(message.step, now_ns)
+        self._steps.append(StepInFlight(message.step, now_ns))
         effects: list[Effect] = [Send(worker, message) for worker in self._workers]
+        return [*effects, self._watch(self._steps[0])] if len(self._steps) == 1 else effects
+
+    def _watch(self, step: StepInFlight) -> StartTimer:
         own = self.settings
-        due = InstanceTimer(instance=own.instance, incarnation=own.incarnation, purpose=f"step {message.step}")
-        return [*effects, StartTimer(("step",), own.step_timeout_ms, due)]
+        due = InstanceTimer(instance=own.instance, incarnation=own.incarnation, purpose=f"step {step.number}")
+        return StartTimer(("step",), own.step_timeout_ms, due)
 
     def _last_step(self) -> int:
-        return self._step.number if self._step is not None else self._steps_done
+        return self._steps[-1].number if self._steps else self._steps_done
 
-    def _on_batch_result(self, message: BatchResult) -> list[Effect]:
-        step = self._step
-        if step is None or message.step != step.number or message.incarnation != self.settings.incarnation:
+    def _on_batch_result(self, now_ns: int, message: BatchResult) -> list[Effect]:
+        step = next((step for step in self._steps if step.number == message.step), None)
+        if step is None or message.incarnation != self.settings.incarnation:
             return []
         if message.rank in step.results or not 0 <= message.rank < self.settings.tp_size:
             return []
         step.results[message.rank] = message
-        if len(step.results) < self.settings.tp_size:
-            return []
+        effects: list[Effect] = []
+        while self._steps and len(self._steps[0].results) == self.settings.tp_size:
+            effects += self._end_step(now_ns, self._steps[0])
+        return effects
+
+    def _end_step(self, now_ns: int, step: StepInFlight) -> list[Effect]:
+        """All ranks have answered: their results as one, if they agree."""
+        self._steps.popleft()
+        self._steps_done = step.number
         results = [step.results[rank] for rank in range(self.settings.tp_size)]
         rows = []
         for result in results[1:]:
             if len(result.rows) != len(results[0].rows):
-                return self._fail_step(
-                    result.rank, f"it returned {len(result.rows)} rows, rank 0 returned {len(results[0].rows)}"
-                )
+                reason = f"it returned {len(result.rows)} rows, rank 0 returned {len(results[0].rows)}"
+                return self._fail_step(step.number, result.rank, reason)
         for index, row in enumerate(results[0].rows):
             others = [result.rows[index] for result in results[1:]]
             for rank, other in enumerate(others, start=1):
                 difference = _difference(row, other)
                 if difference:
-                    return self._fail_step(rank, difference)
+                    return self._fail_step(step.number, rank, difference)
             error = next((other.error for other in (row, *others) if other.error), "")
             rows.append(row if error == row.error else msgspec.structs.replace(row, error=error))
-        self._step = None
-        self._steps_done = step.number
         slowest_ms = max(result.forward_ms for result in results)
         merged = msgspec.structs.replace(results[0], rows=tuple(rows), forward_ms=slowest_ms)
-        return [StopTimer(("step",)), Send(self._scheduler, merged)]
+        if not self._steps:
+            return [StopTimer(("step",)), Send(self._scheduler, merged)]
+        self._steps[0].since_ns = now_ns
+        return [self._watch(self._steps[0]), Send(self._scheduler, merged)]
 
     def _on_step_failed(self, message: StepFailed) -> list[Effect]:
         if message.incarnation != self.settings.incarnation:
             return []
-        return self._fail_step(message.rank, message.reason)
+        return self._fail_step(message.step, message.rank, message.reason)
 
     def _on_step_timeout(self, purpose: str) -> list[Effect]:
-        if self._step is None or purpose != f"step {self._step.number}":
+        if not self._steps or purpose != f"step {self._steps[0].number}":
             return []
-        silent = [rank for rank in range(self.settings.tp_size) if rank not in self._step.results]
-        return self._fail_step(
-            silent[0], f"ranks {silent} did not answer within {self.settings.step_timeout_ms:.0f} ms"
-        )
+        step = self._steps[0]
+        silent = [rank for rank in range(self.settings.tp_size) if rank not in step.results]
+        reason = f"ranks {silent} did not answer within {self.settings.step_timeout_ms:.0f} ms"
+        return self._fail_step(step.number, silent[0], reason)
 
-    def _fail_step(self, rank: int, reason: str) -> list[Effect]:
+    def _fail_step(self, step: int, rank: int, reason: str) -> list[Effect]:
         """The ranks have left the common stream: this instance is over."""
         own = self.settings
-        step = self._last_step()
+        self._steps.clear()
         failed = StepFailed(step=step, incarnation=own.incarnation, rank=rank, reason=reason)
         text = f"step {step} broke on rank {rank} of {own.instance}: {reason}"
         note = Note("error", "step broke", (("step", step), ("rank", rank), ("reason", reason)))

@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_tokens_per_batch: int = 2048
     max_seqs_per_batch: int = 32  # also the number of state slots per rank
     enable_chunked_prefill: bool = True
+    enable_async_scheduling: bool = True
     max_tokens_per_chunk_for_prefill: int = 512
     offer_window: int = 4  # requests a prefill instance offers ahead of its queue's head
     offer_attempts_max: int = 200

@@ -5,11 +5,11 @@ Theory of operation
 
 Every role uses this core: a mixed instance for everything, a prefill instance for the chunks of requests that a decode
 instance accepted, a decode instance for decode rows and for the chunks of requests that it preempted. One step is in
-flight at a time. A sequence is
+flight at a time, or a second one behind it (see below). A sequence is
 
     WAITING  no memory yet, or no more: new on a mixed instance, or preempted
     RUNNING  holds blocks and a slot; prefills chunk by chunk, then decodes
-    gone     finished, failed or removed; its memory is freed when the step in flight no longer runs over it
+    gone     finished, failed or removed; its memory is freed when no step in flight runs over it any more
 
 ``add`` queues a sequence; ``resume`` takes one that already has its memory (a reservation); ``remove`` takes one out
 at any time. A step is planned in this order:
@@ -33,22 +33,34 @@ use. There is no aging: offline lives on what is left over, and gets all of it i
 up, because offline sequences yield budget, blocks and slots. An offline one is never paused while it holds what an
 online one waits for: it is preempted.
 
-Invariants: one step in flight; rows never exceed ``max_tokens_per_batch`` tokens or ``max_seqs_per_batch`` rows; a
-row's table covers every position it may write; the memory of a row in flight is pinned until its result is here.
+One step ahead. While a step of nothing but plain decode rows runs, the next one is sent already (``plan_ahead``), so
+that ranks need not wait for us between them: its rows feed the tokens that the first one samples. That is done only
+when it could not be another step: nobody waits for memory or for a step to end, every sequence that runs is in the step
+in flight, and all get their blocks without preempting. Whoever comes meanwhile joins one step later than otherwise. A
+sequence that turns out to have ended has run one row too many; its result is dropped like that of any sequence that is
+gone. Drafts are excluded: where a step begins then depends on how many were accepted in the one before.
+
+Invariants: two steps in flight at most, the second one planned ahead; rows never exceed ``max_tokens_per_batch`` tokens
+or ``max_seqs_per_batch`` rows; a row's table covers every position it may write; the memory of a row in flight is
+pinned until its result is here.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from actors.scheduler.acceptance import FinishReason, accept
 from actors.scheduler.blocks import CachePool, Holding
-from actors.scheduler.planning import BatchLimits, Planner, is_preemptible
+from actors.scheduler.planning import BatchLimits, Planner, is_preemptible, rows_ahead
 from actors.scheduler.sequence import Sequence
-from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult
+from messages.batch import BatchResult, BatchRow, ExecuteBatch, RowResult, SequenceStart
 from messages.requests import TokenLogprobs
 
-STEP_PIN = "step"
+
+def step_pin(number: int) -> str:
+    """The pin under which a step in flight keeps the memory of its rows."""
+    return f"step {number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +101,7 @@ class Batcher:
     def __init__(self, pool: CachePool, limits: BatchLimits, incarnation: int) -> None:
         self.pool = pool
         self.limits = limits
-        self.step: Step | None = None
+        self.steps: deque[Step] = deque()  # in flight, oldest first
         self.preempted_count = 0
         self._incarnation = incarnation
         self.step_count = 0
@@ -164,28 +176,52 @@ class Batcher:
 
     # -- planning a step -----------------------------------------------------------------------------------------
 
+    @property
+    def step(self) -> Step | None:
+        """The step that runs; None when none is in flight."""
+        return self.steps[0] if self.steps else None
+
     def plan(self) -> ExecuteBatch | None:
         """The next step, now in flight; None when one is in flight already or there is nothing to run."""
-        if self.step is not None or not (self._running or self._waiting):
+        if self.steps or not (self._running or self._waiting):
             return None
         planner = Planner(self)
-        if not planner.rows:
+        return self._send(planner.rows, planner.opened, planner.started)
+
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether a second step may be in flight, and nobody waits for memory."""
+        return self.limits.runs_ahead and len(self.steps) == 1 and not self._waiting
+
+    def plan_ahead(self) -> ExecuteBatch | None:
+        """The step after the one in flight, if it can be known by now (see the theory); None otherwise."""
+        if not self.has_room_ahead:
+            return None
+        return self._send(rows_ahead(self.pool, self.steps[0], self._running), [], [])
+
+    def _send(
+        self,
+        rows: list[tuple[Sequence, BatchRow]],
+        opened: list[SequenceStart],
+        started: list[Sequence],
+    ) -> ExecuteBatch | None:
+        if not rows:
             return None
         self.step_count += 1
-        step = Step(number=self.step_count, started=planner.started)
-        for sequence, row in planner.rows:
+        step = Step(number=self.step_count, started=started)
+        for sequence, row in rows:
             assert sequence.holding is not None
-            self.pool.pin(sequence.holding, STEP_PIN)
+            self.pool.pin(sequence.holding, step_pin(step.number))
             step.rows[sequence.owner] = (sequence, sequence.holding, row)
-            self.prefilled_tokens += len(row.token_ids) if row.is_prefill else 0
+            self.prefilled_tokens += row.token_count if row.is_prefill else 0
             self.forked_count += bool(row.fork_of)
-        self.step = step
+        self.steps.append(step)
         closed, self._closed = tuple(self._closed), {}
         return ExecuteBatch(
             step=step.number,
             incarnation=self._incarnation,
-            rows=tuple(row for _, row in planner.rows),
-            opened=tuple(planner.opened),
+            rows=tuple(row for _, row in rows),
+            opened=tuple(opened),
             closed=closed,
         )
 
@@ -210,7 +246,7 @@ class Batcher:
         step = self.step
         if step is None or result.step != step.number or result.incarnation != self._incarnation:
             return []
-        self.step = None
+        self.steps.popleft()
         by_owner = {(row.request_id, row.epoch): row for row in result.rows}
         outcomes = []
         for owner, (sequence, holding, row) in step.rows.items():
@@ -218,7 +254,7 @@ class Batcher:
                 outcome = self._apply_row(sequence, row, by_owner.get(owner))
                 if outcome is not None:
                     outcomes.append(outcome)
-            self.pool.unpin(holding, STEP_PIN)
+            self.pool.unpin(holding, step_pin(step.number))
         return outcomes
 
     def _apply_row(self, sequence: Sequence, row: BatchRow, result: RowResult | None) -> Outcome | None:

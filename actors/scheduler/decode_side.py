@@ -316,6 +316,11 @@ class DecodeSide:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Offers wait for the memory of sequences that a step in flight runs over."""
+        return any(attempt.state is DecodeState.WAITING for attempt in self._attempts.live.values())
+
     def before_step(self, now_ns: int) -> None:
         """Offers that waited for the step to end get their memory, oldest first."""
         if self._batcher.step is None:

@@ -105,6 +105,11 @@ class LocalSide:
     def on_peer_linked(self, now_ns: int) -> None:
         """Nothing here depends on another instance."""
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Nobody does."""
+        return False
+
     def before_step(self, now_ns: int) -> None:
         """Nothing to prepare: the batching core takes requests from its own queue."""
 

@@ -20,11 +20,11 @@ The machine itself has four states:
     SERVING, DRAINING --StepFailed--> BROKEN (the engine ends the node; the supervisor restarts the instance)
 
 Every message goes to the part it is for. Afterwards, whatever it was, the machine advances: the side prepares what it
-can (offers, reservations), and if no step is in flight the batching core plans one. Nothing else starts work, so there
-is one place where all resources are granted.
+can (offers, reservations), and if no step is in flight, or one can be sent ahead, the batching core plans one. Nothing
+else starts work, so there is one place where all resources are granted.
 
-Invariants: I3 and I4 of the protocol for blocks and slots (``CachePool.check``), one step in flight, a message with a
-stale epoch or incarnation changes nothing.
+Invariants: I3 and I4 of the protocol for blocks and slots (``CachePool.check``), a message with a stale epoch or
+incarnation changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from actors.scheduler.report import fail_request
 from actors.scheduler.settings import Capacity, SchedulerSettings
 from actors.scheduler.side import Side
 from messages.base import GATEWAY, Message, control_address
-from messages.batch import BatchResult, StepFailed
+from messages.batch import BatchResult, ExecuteBatch, StepFailed
 from messages.cluster import Heartbeat, InstanceInfo
 from messages.handoff import AddNewRequest, RequestRefused
 from messages.lifecycle import Drain, Drained, EngineReady, NotSent
@@ -193,7 +193,8 @@ class SchedulerMachine:
     def _on_batch_result(self, now_ns: int, message: BatchResult) -> None:
         if self.batcher is None or self.side is None:
             return
-        if self.batcher.step is None or message.step != self.batcher.step.number:
+        step = self.batcher.step
+        if step is None or message.step != step.number:
             self.out.drop_late(message, "", 0)
             return
         self.side.on_outcomes(now_ns, self.batcher.apply(message))
@@ -236,13 +237,17 @@ class SchedulerMachine:
             return
         if side is not None and batcher is not None:
             side.before_step(now_ns)
-            batch = batcher.plan()
-            if batch is not None and batcher.step is not None:
-                side.on_step_started(now_ns, batcher.step)
-                self.out.send(self.settings.engine, batch)
-                side.before_step(now_ns)  # what began makes room in the window
+            self._send_step(now_ns, side, batcher, batcher.plan())
+            if batcher.has_room_ahead and not side.waits_for_steps:
+                self._send_step(now_ns, side, batcher, batcher.plan_ahead())
         if self._drain_to and (side is None or not side.live_count):
             self._say_drained()
+
+    def _send_step(self, now_ns: int, side: Side, batcher: Batcher, batch: ExecuteBatch | None) -> None:
+        if batch is not None:
+            side.on_step_started(now_ns, batcher.steps[-1])
+            self.out.send(self.settings.engine, batch)
+            side.before_step(now_ns)  # what began makes room in the window
 
     def _say_drained(self) -> None:
         own = self.settings

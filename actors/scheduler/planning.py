@@ -10,7 +10,8 @@ from actors.scheduler.sequence import Priority, Sequence
 from messages.batch import BatchRow, SequenceStart
 
 if TYPE_CHECKING:
-    from actors.scheduler.batching import Batcher
+    from actors.scheduler.batching import Batcher, Step
+    from actors.scheduler.blocks import CachePool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,40 @@ class BatchLimits:
     max_seqs_per_batch: int
     max_tokens_per_chunk: int
     speculative_tokens: int = 0
+    async_scheduling: bool = True
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be sent while another runs."""
+        return self.async_scheduling and not self.speculative_tokens
 
 
 def is_preemptible(sequence: Sequence) -> bool:
     """Whether its memory may be taken: what a hand-off moves may not."""
     return not sequence.prefill_only and sequence.holding is not None
+
+
+def rows_ahead(pool: CachePool, step: Step, running: list[Sequence]) -> list[tuple[Sequence, BatchRow]]:
+    """Rows for the step after ``step``, which still runs; none when they cannot be known by now."""
+    rows: list[tuple[Sequence, BatchRow]] = []
+    for sequence in running:
+        in_flight = step.rows.get(sequence.owner)
+        if in_flight is None or in_flight[1] is not sequence.holding or in_flight[2].is_prefill:
+            return []
+        if sequence.total + 1 >= sequence.final_tokens:
+            continue  # what it is given now is its last
+        if not pool.grow(in_flight[1], pool.blocks_for(sequence.total + 1)):
+            return []
+        row = BatchRow(
+            request_id=sequence.request_id,
+            epoch=sequence.epoch,
+            token_ids=(),
+            start=sequence.total,
+            block_ids=tuple(in_flight[1].blocks),
+            samples=True,
+        )
+        rows.append((sequence, row))
+    return rows
 
 
 class Planner:

@@ -316,6 +316,11 @@ class PrefillSide:
 
     # -- prefilling ----------------------------------------------------------------------------------------------
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Nobody does."""
+        return False
+
     def before_step(self, now_ns: int) -> None:
         """Offer what can be offered."""
         self._offering.advance(now_ns)

@@ -25,6 +25,7 @@ class SchedulerSettings:
     max_seqs_per_batch: int = 32
     enable_chunked_prefill: bool = True
     max_tokens_per_chunk_for_prefill: int = 512
+    enable_async_scheduling: bool = True
     waiting_requests_max: int = 1024
     mode: TransferMode = "PUSH"
     seed: int = 0
@@ -56,6 +57,7 @@ class SchedulerSettings:
             max_seqs_per_batch=options.max_seqs_per_batch,
             enable_chunked_prefill=options.enable_chunked_prefill,
             max_tokens_per_chunk_for_prefill=options.max_tokens_per_chunk_for_prefill,
+            enable_async_scheduling=options.enable_async_scheduling,
             waiting_requests_max=options.waiting_requests_max,
             mode=options.kv_cache_transfer_mode,
             seed=options.seed,
@@ -109,6 +111,7 @@ class Capacity:
                 else 0
             ),
             speculative_tokens=self.speculative_tokens,
+            async_scheduling=settings.enable_async_scheduling,
         )
 
     def refusal(self, settings: SchedulerSettings) -> str:

@@ -39,6 +39,11 @@ class Side(Protocol):
         """A peer can be used from now on."""
         ...
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether somebody outside the batching core goes on only when no step is in flight."""
+        ...
+
     def before_step(self, now_ns: int) -> None:
         """Prepare what can be prepared: called after every message."""
         ...

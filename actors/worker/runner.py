@@ -149,6 +149,7 @@ class ModelRunner:
             source = None
             if row.fork_of:
                 source = next((work for work in works.values() if work.row.request_id == row.fork_of), None)
+            row = self.sequences.fill(row)
             sequence, error = self.sequences.find(row, source.sequence if source is not None else None)
             if sequence is None or error:
                 results[index] = RowResult(request_id=row.request_id, epoch=row.epoch, error=error)

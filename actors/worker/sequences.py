@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from actors.worker.sampling_rules import History
@@ -169,6 +170,14 @@ class SequenceTable:
                 sequence.error = "the MTP bootstrap state is not finite"
                 return
             sequence.pending = Pending(sequence.computed - 1, hidden.unsqueeze(0), [start.output_token_ids[-1]])
+
+    def fill(self, row: BatchRow) -> BatchRow:
+        """``row`` with the token that it feeds, if that was not known when it was sent (a step ahead)."""
+        if row.token_ids or row.is_prefill:
+            return row
+        sequence = self._open.get(row.request_id)
+        token = sequence.token_at(row.start) if sequence is not None else None
+        return row if token is None else msgspec.structs.replace(row, token_ids=(token,))
 
     def find(self, row: BatchRow, source: OpenSequence | None = None) -> tuple[OpenSequence | None, str]:
         """(the row's sequence, "") or (the sequence if any, why the row cannot run). ``source``: whose prompt a fork

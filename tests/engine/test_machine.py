@@ -258,6 +258,48 @@ def test_a_rank_that_does_not_answer_ends_the_instance_in_bounded_time() -> None
     assert "ranks [1] did not answer" in failure.reason
 
 
+def test_a_step_that_was_sent_ahead_ends_after_the_one_before_it_whoever_answers_first() -> None:
+    harness = Harness()
+    harness.tell(batch(1))
+    harness.tell(batch(2))
+    assert [message.step for _, message in harness.take(ExecuteBatch)] == [1, 1, 2, 2]
+    harness.tell(result(1, 1))
+    harness.tell(result(1, 2, token=8))
+    harness.none(BatchResult)
+    harness.tell(result(0, 2, token=8))  # overtook the one before it
+    harness.none(BatchResult)
+    harness.tell(result(0, 1))
+    merged = [message for _, message in harness.take(BatchResult)]
+    assert [(message.step, message.rows[0].token_ids) for message in merged] == [(1, (7,)), (2, (8,))]
+    assert not harness.timers and not harness.failures
+
+
+def test_each_of_two_steps_in_flight_has_its_own_time() -> None:
+    harness = Harness(step_timeout_ms=1000.0)
+    harness.tell(batch(1))
+    begun_ns = harness.now_ns
+    harness.tell(batch(2))
+    harness.now_ns += 900_000_000
+    for rank in range(2):
+        harness.tell(result(rank, 1))
+    (due_ns, _), *others = harness.timers.values()
+    assert due_ns - begun_ns > 1_800_000_000 and not others
+    harness.fire("step")
+    (failure,) = harness.failures
+    assert "step 2" in failure.reason and "ranks [0, 1] did not answer" in failure.reason
+
+
+def test_ranks_that_disagree_in_one_step_end_nothing_else() -> None:
+    harness = Harness()
+    harness.tell(batch(1))
+    harness.tell(batch(2))
+    for message in (result(1, 1, token=8), result(1, 2), result(0, 2), result(0, 1)):
+        harness.tell(message)
+    assert harness.one(StepFailed).step == 1
+    harness.none(BatchResult)
+    assert len(harness.failures) == 1
+
+
 def test_late_results_and_doubled_commands_change_nothing() -> None:
     harness = Harness()
     harness.tell(batch(1))

@@ -66,7 +66,7 @@ def submit(request_id: str = "a", prompt: int | Iterable[int] = 5, **changes: An
 
 def next_token(row: BatchRow) -> int:
     """The fake model: the next token is decided by how many came before it."""
-    return 1000 + row.start + len(row.token_ids)
+    return 1000 + row.start + row.token_count
 
 
 class Harness:
@@ -75,7 +75,10 @@ class Harness:
     def __init__(self, role: str = "MIX", instance: str = "m0", **changes: Any) -> None:
         capacity = {name: changes.pop(name) for name in list(changes) if name in Manifest.__struct_fields__}
         defaults: dict[str, Any] = dict(
-            max_tokens_per_batch=16, max_seqs_per_batch=4, max_tokens_per_chunk_for_prefill=8
+            max_tokens_per_batch=16,
+            max_seqs_per_batch=4,
+            max_tokens_per_chunk_for_prefill=8,
+            enable_async_scheduling=False,  # one step at a time; test_ahead.py is about the second one
         )
         settings = SchedulerSettings(instance=instance, incarnation=1, role="MIX")
         self.settings = replace(settings, **{**defaults, "role": role, **changes})
@@ -169,11 +172,12 @@ class Harness:
 
     def run(self, steps_max: int = 200) -> list[ExecuteBatch]:
         """Answer steps until there is none."""
-        batches = []
-        for _ in range(steps_max):
-            if self.machine.batcher is None or self.machine.batcher.step is None:
+        batches: list[ExecuteBatch] = []
+        for answered in range(steps_max):
+            batches += self.take(ExecuteBatch)
+            if answered == len(batches):
                 return batches
-            batches.append(self.step())
+            self.answer(batches[answered])
         raise AssertionError(f"no end after {steps_max} steps: {self.machine.status(self.now_ns)}")
 
     # -- the cluster ---------------------------------------------------------------------------------------------

@@ -18,18 +18,21 @@ def check_scheduler(machine: SchedulerMachine) -> None:
         assert sequence.holding is not None, f"{sequence.owner} runs without memory"
         assert not sequence.holding.released, f"{sequence.owner} runs in memory that was given up"
         assert sequence.computed <= sequence.total
-    step = batcher.step
-    if step is not None:
+    assert len(batcher.steps) <= (2 if limits.runs_ahead else 1)
+    for ahead, step in enumerate(batcher.steps):
         rows = [row for _, _, row in step.rows.values()]
         assert len(rows) <= limits.max_seqs_per_batch
-        tokens = sum(len(row.token_ids) + row.speculative_tokens for row in rows)
+        tokens = sum(row.token_count + row.speculative_tokens for row in rows)
         assert tokens <= limits.max_tokens_per_batch
         for sequence, holding, row in step.rows.values():
-            if not row.is_prefill:  # C29: a step begins and drafts as its sequence alone would have it
+            if not row.is_prefill and sequence.holding is holding:
+                # C29: a step begins and drafts as its sequence alone would have it
                 wanted = min(limits.speculative_tokens, sequence.final_tokens - sequence.total - 1)
-                assert (row.start, row.speculative_tokens) == (sequence.total - 1, max(0, wanted))
+                assert (row.start, row.speculative_tokens) == (sequence.total - 1 + ahead, max(0, wanted))
+                assert bool(row.token_ids) or row.start == sequence.total - 1 + ahead
+            assert row.is_prefill or ahead == 0 or not row.token_ids
             assert not holding.freed, f"{row.request_id} runs in memory that was freed"
-            last = row.start + len(row.token_ids) + row.speculative_tokens
+            last = row.start + row.token_count + row.speculative_tokens
             assert last <= len(row.block_ids) * pool.block_size, f"{row.request_id} writes past its table"
 
 

@@ -13,7 +13,8 @@ from actors.engine.receives import Receives
 from actors.gateway.machine import GatewayMachine
 from actors.gateway.record import Record, Released
 from actors.runtime.machine import Effect, Send
-from actors.scheduler.batching import STEP_PIN, Batcher
+from actors.scheduler import batching
+from actors.scheduler.batching import Batcher
 from actors.scheduler.blocks import CachePool
 from actors.scheduler.decode_side import DecodeSide
 from actors.scheduler.machine import SchedulerMachine
@@ -213,10 +214,14 @@ def _memory_of_a_running_step_freed() -> Patch:
     original = CachePool.pin
 
     def pin(self: Any, holding: Any, pin: Any) -> None:
-        if pin != STEP_PIN:
+        if not str(pin).startswith("step "):
             original(self, holding, pin)
 
     return CachePool, "pin", pin
+
+
+def _two_steps_in_flight_share_their_pin() -> Patch:
+    return batching.__dict__, "step_pin", lambda number: "step "  # type: ignore[return-value]  # as one ends, both let go
 
 
 def _lease_freed_during_its_merge() -> Patch:
@@ -361,6 +366,7 @@ MUTATIONS: dict[str, Callable[[], Patch]] = {
         _stopped_pushes_go_on,
         _conv_concatenated_without_regrouping,
         _memory_of_a_running_step_freed,
+        _two_steps_in_flight_share_their_pin,
         _lease_freed_during_its_merge,
         _a_preempted_sequence_keeps_its_progress,
         _drafts_give_way_to_memory,
