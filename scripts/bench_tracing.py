@@ -1,9 +1,9 @@
 """What tracing costs: messaging and decoding without a ring, with the ring that is always on, and with a full trace.
 
 The three modes take turns in one run, so that a busy machine is busy for all of them. A whole cluster decodes in short
-turns; each mode's turn is compared with that of ``off`` next to it. Tokens per second (``wall``) vary with whatever
-else the machine does; CPU time per token of all node processes (``cpu``, from the kernel's own account in nanoseconds)
-hardly does, and it is what tracing spends.
+turns; each mode's turn is compared with that of ``off`` next to it, in several rounds of fresh clusters. Tokens per
+second (``wall``) vary with whatever else the machine does; CPU time per token of all node processes (``cpu``, from the
+kernel's own account in nanoseconds) varies much less, and it is what tracing spends.
 
 A second way to the same figure needs no comparison of noisy turns: how many records a token makes (counted in the full
 trace) times what one record costs, its memory and the collector's work on it included (``account``).
@@ -75,9 +75,9 @@ def process_cpu_ns(pids: Sequence[int]) -> int:
     return sum(time.clock_gettime_ns(~pid << 3 | 2) for pid in pids)  # CPUCLOCK_SCHED, as clock_getcpuclockid(3) says
 
 
-def measure_decode(options: Options, repeats: int, sequences: int, output_tokens: int) -> Turns:
-    """Turns of ``sequences`` at once, ``output_tokens`` each. Each turn begins with another mode."""
-    turns = Turns()
+def measure_decode(turns: Turns, options: Options, repeats: int, sequences: int, output_tokens: int) -> None:
+    """Add ``repeats`` turns of fresh clusters: ``sequences`` at once, ``output_tokens`` each. Each turn begins with
+    another mode."""
     token_count = sequences * output_tokens
     prompts = [[(token + index) % 1000 + 1 for token in PROMPT] for index in range(sequences)]
     spans: list[tuple[int, int]] = []
@@ -101,7 +101,6 @@ def measure_decode(options: Options, repeats: int, sequences: int, output_tokens
         times = [one.now_ns for one in Trace(Path(folder) / "trace").records() if one.kind != FAULT]
     count = sum(1 for now_ns in times if any(began <= now_ns <= ended for began, ended in spans))
     turns.records_per_token = count / (repeats * token_count)
-    return turns
 
 
 def measure_record_ns(repeats: int = 15, count: int = 4000) -> float:
@@ -147,7 +146,8 @@ def run(
     model: str = "demo",
     topology: str = "TP1",
     *,
-    repeats: int = 30,
+    rounds: int = 3,
+    repeats: int = 8,
     round_trips: int = 3000,
     one_way: int = 100_000,
     sequences: int = 4,
@@ -156,14 +156,16 @@ def run(
     """Both measurements. ``ring`` and ``full`` say by how many percent each is worse than ``off``: for decode see
     ``paired.cost``, for messaging the medians compared. ``account`` derives the ring's share of decode's CPU time."""
     options = Options(model=model, topology=topology, log_level="error", cache_memory_mb=64, threads_per_rank=1)
-    messaging = measure_messaging(max(1, repeats // 10), round_trips, one_way)
-    turns = measure_decode(options, repeats, sequences, output_tokens)
+    messaging = measure_messaging(rounds, round_trips, one_way)
+    turns = Turns()
+    for _ in range(rounds):
+        measure_decode(turns, options, repeats, sequences, output_tokens)
     record_ns = measure_record_ns()
     cpu = turns.cpu_us_per_token
     result: dict[str, Any] = {
         "messaging": messaging,
         "decode": {
-            "turns": repeats,
+            "turns": rounds * repeats,
             "tokens_per_turn": sequences * output_tokens,
             "tokens_per_s": _medians(turns.tokens_per_s),
             "cpu_us_per_token": _medians(cpu),
@@ -174,8 +176,8 @@ def run(
         slower = messaging["off"]["one_way_per_s"] / messaging[mode]["one_way_per_s"]
         longer = messaging[mode]["round_trip_us_median"] / messaging["off"]["round_trip_us_median"]
         result[mode] = {
-            "decode_cpu_percent": cost(cpu["off"], cpu[mode]),
-            "decode_wall_percent": cost(seconds["off"], seconds[mode]),
+            "decode_cpu_percent": cost(cpu["off"], cpu[mode], rounds),
+            "decode_wall_percent": cost(seconds["off"], seconds[mode], rounds),
             "one_way_percent": round(100 * (slower - 1), 2),
             "round_trip_percent": round(100 * (longer - 1), 2),
         }

@@ -37,13 +37,22 @@ def test_a_cost_is_found_in_noise_that_both_sides_of_a_turn_share() -> None:
     busy = [random.uniform(1.0, 4.0) for _ in range(30)]
     base = [10 * load for load in busy]
     other = [10.4 * load * random.uniform(0.99, 1.01) for load in busy]
-    found = cost(base, other)
+    found = cost(base, other, rounds=3)
     low, high = found["median_95_percent"]
     assert 3.0 < low <= found["median"] <= high < 5.0
     assert low <= found["quartiles"][1] and found["quartiles"][0] <= high
     assert statement("it", found, 3.0).endswith("above 3 %")
     assert statement("it", found, 6.0).endswith("below 6 %")
     assert "cannot tell" in statement("it", found, 4.0)
+    assert all(3.0 < median < 5.0 for median in found["rounds"]) and len(found["rounds"]) == 3
+
+
+def test_a_round_that_differs_from_the_others_makes_the_statement_careful() -> None:
+    """Its processes may have been lucky: turns that agree among themselves are no proof."""
+    found = cost([10.0] * 30, [10.1] * 24 + [10.5] * 6, rounds=5)
+    assert found["median_95_percent"] == [1.0, 1.0]
+    assert found["rounds"] == [1.0, 1.0, 1.0, 1.0, 5.0]
+    assert "cannot tell" in statement("it", found, 3.0)
 
 
 def test_cpu_time_of_a_process_is_the_kernels_own() -> None:
