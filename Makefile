@@ -14,8 +14,8 @@ KERNELS := actors/worker/model/kernels.c
 demo: .venv/ready  ## set up, then show a hand-off from TP2 to TP1 on the shipped demo model
 	$(BIN)/kvferry demo
 
-test: .venv/ready  ## set up, then run the tests
-	$(BIN)/python -m pytest
+test: .venv/ready  ## set up, then run the tests, two at a time (for some of them: .venv/bin/python -m pytest tests/...)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 check: .venv/ready  ## style, types and import rules; edits nothing
 	$(BIN)/ruff format --check .
