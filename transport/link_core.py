@@ -8,6 +8,7 @@ each wake-up, and the ``on_…`` methods for what its carrier receives.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -82,6 +83,8 @@ class LinkCore:
         self._requirements: deque[tuple[str, int]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._calls_lock = threading.Lock()  # held by whoever calls after the end
+        self._is_calling = False
+        self._thread_id = 0
         self._ended = False
         self._greeting: set[Outbox] = set()
         self._complained: set[str] = set()
@@ -100,8 +103,11 @@ class LinkCore:
             with self._outboxes_lock:
                 outbox = self._outboxes.setdefault(node, Outbox(node, self._sessions.newest(node), self.settings))
         if outbox.put(parcels):
-            self._fresh.append(outbox)
-            self._wake()
+            if self._is_calling and threading.get_ident() == self._thread_id:
+                self._pump(outbox, time.monotonic_ns())
+            else:
+                self._fresh.append(outbox)
+                self._wake()
 
     def consumed(self, session: int, count: int) -> None:
         """See ``Links.consumed``."""
@@ -131,6 +137,10 @@ class LinkCore:
     def begin(self, events: LinkEvents) -> None:
         """Report to ``events`` from now on."""
         self._events = events
+
+    def enter(self) -> None:
+        """The calling thread drives the links from now on."""
+        self._thread_id = threading.get_ident()
 
     @property
     def has_news(self) -> bool:
@@ -170,11 +180,19 @@ class LinkCore:
             self._carrier.reply(session.peer, control_frame(Credit(limit=session.limit)))
         while self._fresh:
             self._pump(self._fresh.popleft(), now_ns)
-        for _ in range(min(len(self._calls), CALLS_PER_ROUND)):
-            self._calls.popleft()()
-            while self._fresh:
-                self._pump(self._fresh.popleft(), now_ns)
+        self.make_calls()
         return self._check_greetings(now_ns) if self._greeting else 0
+
+    def make_calls(self) -> None:
+        """Make the calls that were asked for, a bounded number of them; what each sends leaves as it is sent."""
+        self._is_calling = True
+        try:
+            for _ in range(min(len(self._calls), CALLS_PER_ROUND)):
+                self._calls.popleft()()
+        finally:
+            self._is_calling = False
+        while self._fresh:
+            self._pump(self._fresh.popleft(), time.monotonic_ns())
 
     def _check_greetings(self, now_ns: int) -> int:
         """Greet again where that is due, give up where the deadline has passed; returns the next such time."""
@@ -264,13 +282,12 @@ class LinkCore:
             outbox.deadline_ns = now_ns + self.settings.handshake_timeout_ms * 1_000_000
             self._greeting.add(outbox)
             self._greet(outbox)
-        while outbox.state == "open":
+        while outbox.state == "open" and (outbox.queue or outbox.blocked_frame):
             frame = outbox.blocked_frame
             if frame is None:
                 parcels = outbox.take()
-                if not parcels:
-                    if outbox.queue:  # out of credit
-                        self._carrier.await_reply(outbox.node)
+                if not parcels:  # out of credit
+                    self._carrier.await_reply(outbox.node)
                     return
                 frame = data_frame(parcels)
             if not self._carrier.transmit(outbox.node, frame):

@@ -144,6 +144,7 @@ class MemoryLinks:
     def _run(self) -> None:
         core = self._core
         flush_until_ns = 0
+        core.enter()
         while True:
             now_ns = time.monotonic_ns()
             due_ns = core.service(now_ns)

@@ -115,6 +115,7 @@ class ZmqLinks:
 
     def _serve(self) -> None:
         core, sockets = self._core, self._sockets
+        core.enter()
         poll = sockets.epoll.poll
         flush_until_ns = 0
         while True:
@@ -140,20 +141,17 @@ class ZmqLinks:
                     sockets.serve(descriptor)
 
     def _receive_frames(self) -> bool:
-        router, on_frame = self._sockets.router, self._core.on_frame
+        router, core = self._sockets.router, self._core
         try:
             for _ in range(FRAMES_PER_ROUND):
                 peer = router.recv(NOBLOCK)
-                frame = router.recv(NOBLOCK)
-                if has_more(router):  # not one of ours: links send single frames
-                    frame = b""
+                core.on_frame(peer, router.recv(NOBLOCK))
+                core.make_calls()  # the answer leaves before the socket is asked anything, which is slow
+                if has_more(router):  # nobody of ours: links send single frames
+                    core.on_frame(peer, b"")
                     while has_more(router):
                         router.recv(NOBLOCK)
-                # Asking is cheaper than the exception for nothing left; and asking before the frame is handled lets the
-                # actor that it wakes find the interpreter free.
-                is_last = not state(router) & POLLIN
-                on_frame(peer, frame)
-                if is_last:
+                if not state(router) & POLLIN:  # cheaper than the exception for nothing left
                     return False
         except zmq.Again:
             return False

@@ -219,6 +219,7 @@ class MachineActor(pykka.Actor):
             if type(message) is Delivered:
                 for envelope in message.envelopes:
                     self._handle(envelope)
+                self._basket.flush()  # before the bookkeeping: somebody waits for it
                 self._office.consumed(message.session, len(message.envelopes))
             elif type(message) is Due:
                 self._on_due(message)
