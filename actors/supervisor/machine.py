@@ -116,6 +116,7 @@ class SupervisorMachine:
         self._end_reason = ""
         self._end_failed = False
         self._restarts = 0
+        self._check_due_ns = 0
 
     def start(self, now_ns: int) -> list[Effect]:
         """Start every unit at once; links between nodes wait for each other by themselves."""
@@ -124,8 +125,7 @@ class SupervisorMachine:
             unit.begin_life(now_ns)
         for unit in self._units.values():
             effects += self._launch(unit)
-        effects += [self._timer("check", float(self._options.heartbeat_ms)), self._timer("view", VIEW_POLL_MS)]
-        return effects
+        return [*effects, self._next_check(now_ns), self._timer("view", VIEW_POLL_MS)]
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message; late ones change nothing."""
@@ -379,11 +379,19 @@ class SupervisorMachine:
             return []
         limit_ms = self._options.hang_timeout_ms
         effects: list[Effect] = []
+        late_ns = now_ns - self._check_due_ns
+        if late_ns > self._options.heartbeat_ms * 1_000_000:  # we were stopped, and so perhaps was everybody
+            for unit in self._units.values():
+                unit.excuse(now_ns, late_ns)
         for unit in self._units.values():
             hangs = [why for node in unit.alive_nodes() if (why := node.hang(now_ns, limit_ms))]
             if hangs and unit.state is UnitState.RUNNING:
                 effects += self._fail(unit, f"{hangs[0]} (option: hang_timeout_ms, {limit_ms})", fatal=False)
-        return [*effects, self._timer("check", float(self._options.heartbeat_ms))]
+        return [*effects, self._next_check(now_ns)]
+
+    def _next_check(self, now_ns: int) -> Effect:
+        self._check_due_ns = now_ns + self._options.heartbeat_ms * 1_000_000
+        return self._timer("check", float(self._options.heartbeat_ms))
 
     def _ask_for_view(self) -> list[Effect]:
         """While an instance is not known to be registered, or to be linked, ask the registry again and again."""

@@ -89,6 +89,11 @@ class Unit:
     registered: bool = False  # the registry's view names this incarnation
     failures_ns: list[int] = field(default_factory=list)  # within the restart window
 
+    def excuse(self, now_ns: int, deaf_ns: int) -> None:
+        """The supervisor itself heard nothing for so long: its nodes' silence does not count."""
+        for node in self.nodes.values():
+            node.heard_ns = min(now_ns, node.heard_ns + deaf_ns)
+
     def begin_life(self, now_ns: int) -> None:
         """The next incarnation, with new processes of which nothing is known yet."""
         self.incarnation += 1

@@ -81,6 +81,10 @@ class Pretend:
             self._settle()
         self.now_ns = end
 
+    def sleep(self, milliseconds: float) -> None:
+        """Nothing runs, the supervisor neither; what was due is late."""
+        self.now_ns += int(milliseconds * MILLISECOND)
+
     def incarnation(self, node: str) -> int:
         return max(config.incarnation for config in self.started if config.node == node)
 

@@ -129,6 +129,18 @@ def test_silent_node_is_a_hang_and_kills_its_instance() -> None:
     assert {"front", "p0.ctl", "p0.r0", "p0.r1"} <= set(tree.alive)
 
 
+def test_a_supervisor_that_was_stopped_itself_blames_nobody() -> None:
+    tree = serving(heartbeat_ms=500, hang_timeout_ms=3_000)
+    tree.healthy()
+    tree.sleep(60_000)  # a suspended host
+    tree.advance(600)
+    assert not tree.killed
+    for _ in range(5):
+        tree.healthy("front", "p0.ctl", "p0.r0", "p0.r1", "d0.ctl")
+        tree.advance(700)
+    assert {unit_of(node) for node in tree.killed} == {"d0"}  # who does not wake up is missed as ever
+
+
 def test_start_that_takes_too_long_is_a_failure_that_names_who_is_missing() -> None:
     tree = Pretend("TP1", start_timeout_ms=5_000)
     tree.ready("front", "m0.ctl")
