@@ -57,7 +57,8 @@ def check_request(
             f"the prompt has {prompt_count} tokens, max_model_len is {capacity.max_model_len}: at most"
             f" {capacity.max_model_len - 1} leave room for an answer",
         )
-    tokens = final_tokens(capacity, prompt_count, sampling) if decodes else prompt_count + delivered_count
+    prefilled = prompt_count + max(0, delivered_count - 1)  # the last delivered token is decoded, where that is done
+    tokens = final_tokens(capacity, prompt_count, sampling) if decodes else prefilled
     blocks = -(-tokens // capacity.block_size)
     if blocks > capacity.block_count:
         what = f"{prompt_count} prompt tokens and up to {tokens - prompt_count} more" if decodes else f"{tokens} tokens"

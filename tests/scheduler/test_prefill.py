@@ -263,6 +263,16 @@ def test_backoff_grows_is_capped_and_differs_between_requests() -> None:
     assert backoff_ms(settings, "b", 1) != delays[0]
 
 
+@pytest.mark.parametrize("delivered, fits", [(5, True), (6, False)])
+def test_a_continuation_that_just_fits_is_taken(delivered: int, fits: bool) -> None:
+    """Its last delivered token needs no room here: it is decoded elsewhere."""
+    harness = prefill("d0", block_count=3)
+    tokens = tuple(range(1005, 1005 + delivered))
+    harness.tell(submit("a", 8, epoch=1, delivered_token_ids=tokens, max_tokens=9))
+    assert bool(asked(harness)) is fits
+    assert not fits or not harness.take(Failed)
+
+
 def test_what_no_decode_instance_can_ever_hold_is_413_with_the_numbers() -> None:
     harness = prefill("d0", "d1")
     harness.tell(submit("a"))
