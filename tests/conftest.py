@@ -33,6 +33,7 @@ RUN_FOLDERS = ("kvferry", "kvf-")
 
 HOST_TEST_NAMES = (
     "e2e",
+    "faults/test_readiness.py",
     "faults/test_real_processes.py",
     "supervisor",
     "docs",
