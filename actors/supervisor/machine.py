@@ -14,8 +14,9 @@ ranks, because a lost rank means a broken collective. A unit lives many lives, e
 ``InstanceLost`` is a promise on which other instances free memory, so it is said only after the last process of the
 incarnation was reaped. A front that starts again is told all losses, because the old one may have missed some.
 
-A hang is a RUNNING node without ``NodeHealth`` for ``hang_timeout_ms``, or one of whose actors has been busy with one
-message for that long. While a unit starts only ``start_timeout_ms`` counts: loading weights keeps an actor busy.
+A hang is a RUNNING node without ``NodeHealth`` for ``hang_timeout_ms``: a machine that is stuck in one message silences
+its whole node. Time in which this process itself was stopped does not count. While a unit starts only
+``start_timeout_ms`` does.
 
 The tree itself goes through these phases, and never back:
 
