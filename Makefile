@@ -15,7 +15,7 @@ demo: .venv/ready  ## set up, then show a hand-off from TP2 to TP1 on the shippe
 	$(BIN)/kvferry demo
 
 test: .venv/ready  ## set up, then run the tests, two at a time (for some of them: .venv/bin/python -m pytest tests/...)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 check: .venv/ready  ## style, types and import rules; edits nothing
 	$(BIN)/ruff format --check .

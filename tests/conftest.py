@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,13 +74,22 @@ def makes_host_files(path: Path) -> bool:
     return path in hosts or not hosts.isdisjoint(path.parents)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """One group of all tests with files on the host, one per file of the others. (Marks for ``--dist loadgroup`` would
+    say the same, but pytest 9.2 hides them from xdist 3.8.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "host" if makes_host_files(HERE.parent / file) else file
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One group of all tests with files on the host, one per file of the others; with several processes the long ones
-    come first."""
-    for item in items:
-        group = "host" if makes_host_files(item.path) else str(item.path.relative_to(HERE))
-        item.add_marker(pytest.mark.xdist_group(group))
+    """With several processes those tests come first that take longest."""
     if hasattr(config, "workerinput"):
         places = {HERE / folder: place for place, folder in enumerate(LONGEST)}
         items.sort(key=lambda item: (not makes_host_files(item.path), places.get(item.path.parent, len(places))))
