@@ -59,7 +59,7 @@ HELP: dict[str, str] = {
     "trace_ring": "Envelopes every node remembers even without --trace-dir.",
     "faults": "Fault plan to inject: a YAML or TOML file, or rules as one line; see docs/faults.md.",
     "heartbeat_ms": "Interval of node health reports and instance heartbeats.",
-    "hang_timeout_ms": "A node that is silent for this long, as one is whose actor is stuck in one message, is restarted.",
+    "hang_timeout_ms": "A node that is silent for this long is restarted; an actor stuck in a message silences it.",
     "collective_timeout_ms": "A rank that waits this long for its peers fails the step.",
     "start_timeout_ms": "Longest time from start to ready of one node.",
     "drain_timeout_ms": "On stop: how long running requests may take to finish.",
