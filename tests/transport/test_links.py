@@ -241,6 +241,15 @@ def test_calls_are_made_in_order_on_the_links_thread_and_what_they_send_leaves(f
     assert len(set(threads)) == 1 and threading.current_thread() not in threads
 
 
+def test_calls_that_were_asked_for_before_close_are_made(fabric: Fabric) -> None:
+    one = fabric.node("one")
+    made: list[int] = []
+    for index in range(1000):
+        one.links.call(lambda index=index: made.append(index))  # type: ignore[misc]
+    one.links.close()
+    assert made == list(range(1000))
+
+
 def test_after_close_whoever_asks_for_a_call_makes_it(fabric: Fabric) -> None:
     one = fabric.node("one")
     one.links.close()
