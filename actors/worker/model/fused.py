@@ -1,4 +1,4 @@
-"""Decode steps through the compiled kernels: one call per half of a layer (norm, mixer; norm, MLP).
+"""Decode steps through the compiled kernels, half by half of each layer (norm, mixer; norm, MLP).
 
 Legend: N tokens = rows · width of a decode part. The structures mirror those of ``kernels.c``, field by field.
 """
@@ -6,8 +6,8 @@ Legend: N tokens = rows · width of a decode part. The structures mirror those o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -55,6 +55,15 @@ class _Delta(ctypes.Structure):
     ]
 
 
+class _Half(ctypes.Structure):
+    _fields_ = [("kind", INT), ("half", POINTER)]
+
+
+_KINDS: Final = {_Attention: 0, _Delta: 1, _Mlp: 2}
+
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+
+
 class FusedStep:
     """The decode part of one step. Everything it points to lives as long as it does."""
 
@@ -94,49 +103,46 @@ class Scratch:
         return address
 
 
-class _Half:
-    """One half of a layer: its structure and the function that runs it."""
-
-    def __init__(self, library: ctypes.CDLL, name: str, c: ctypes.Structure, scratch: Scratch, keep: Any) -> None:
-        """``keep``: whatever owns the memory that ``c`` points to."""
-        self._run = getattr(library, f"kvferry_{name}")
-        self._floats = getattr(library, f"kvferry_{name}_scratch")
-        self._scratch = scratch
-        self._keep = (c, keep)
-        self._address = ctypes.addressof(c)
-
-    def __call__(self, x: torch.Tensor, step: FusedStep) -> torch.Tensor:
-        address = ctypes.addressof(step.c)
-        step.c.scratch = self._scratch.pointer(self._floats(self._address, address))
-        output = torch.empty_like(x)
-        self._run(self._address, address, x.data_ptr(), output.data_ptr())
-        return output
-
-
-class FusedLayer:
-    """One layer's halves: this rank's part of the outputs [N, hidden] for ``x`` [N, hidden] before its norm."""
+class FusedLayers:
+    """Layers whose decode steps run in the kernels. ``keep``: whatever owns the memory that the halves point to."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        config: ModelConfig,
-        layer: LayerWeights,
-        cache: KVCache | DeltaCache,
-        caches: RankCaches,
-        scratch: Scratch,
+        self, library: ctypes.CDLL, hidden_size: int, halves: Sequence[ctypes.Structure], scratch: Scratch, keep: Any
     ) -> None:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionWeights):
-            assert isinstance(cache, KVCache)
-            attention = _attention(config, layer, mixer, cache)
-            self.mix = _Half(library, "attention", attention, scratch, (layer, cache))
-        else:
-            assert isinstance(cache, DeltaCache)
-            self.mix = _Half(library, "delta", _delta(config, layer, mixer, cache, caches), scratch, (layer, cache))
-        gate_up, down = layer.gate_up.plain, layer.down.plain
-        sizes = (layer.gate_up.in_features, layer.down.in_features)
-        mlp = _Mlp(*sizes, *map(_address, (layer.mlp_norm, gate_up, down)), config.norm_eps)
-        self.mlp = _Half(library, "mlp", mlp, scratch, layer)
+        self._run, self._floats = library.kvferry_halves, library.kvferry_scratch
+        self._hidden = hidden_size
+        self._halves = (_Half * len(halves))(*(_Half(_KINDS[type(half)], ctypes.addressof(half)) for half in halves))
+        self._addresses = [ctypes.addressof(half) for half in self._halves]
+        self._scratch = scratch
+        self._keep = (halves, keep)
+
+    def __call__(self, x: torch.Tensor, step: FusedStep, all_reduce: AllReduce | None) -> torch.Tensor:
+        """``x`` [N, hidden] behind all layers, in place. ``all_reduce`` sums the ranks' parts of a half's output; None:
+        they are whole, and all halves run in one call."""
+        output = torch.empty_like(x)
+        address, count = ctypes.addressof(step.c), len(self._halves)
+        step.c.scratch = self._scratch.pointer(self._floats(self._addresses[0], count, address))
+        if all_reduce is None:
+            self._run(self._addresses[0], count, address, self._hidden, x.data_ptr(), output.data_ptr())
+            return x.add_(output)
+        for half in self._addresses:
+            self._run(half, 1, address, self._hidden, x.data_ptr(), output.data_ptr())
+            x.add_(all_reduce(output))
+        return x
+
+
+def _halves(
+    config: ModelConfig, layer: LayerWeights, cache: KVCache | DeltaCache, caches: RankCaches
+) -> tuple[ctypes.Structure, ctypes.Structure]:
+    """A layer's mixer and its MLP, each with the norm before it: this rank's part."""
+    gate_up, down = layer.gate_up.plain, layer.down.plain
+    sizes = (layer.gate_up.in_features, layer.down.in_features)
+    mlp = _Mlp(*sizes, *map(_address, (layer.mlp_norm, gate_up, down)), config.norm_eps)
+    if isinstance(layer.mixer, AttentionWeights):
+        assert isinstance(cache, KVCache)
+        return _attention(config, layer, layer.mixer, cache), mlp
+    assert isinstance(cache, DeltaCache)
+    return _delta(config, layer, layer.mixer, cache, caches), mlp
 
 
 def _attention(config: ModelConfig, layer: LayerWeights, mixer: AttentionWeights, cache: KVCache) -> _Attention:
@@ -163,13 +169,15 @@ def fuse(
     layer_caches: Sequence[KVCache | DeltaCache],
     caches: RankCaches,
     scratch: Scratch,
-) -> tuple[FusedLayer, ...]:
-    """The fused form of every layer; nothing when this machine or the weights' type is not one for the kernels."""
+) -> FusedLayers | None:
+    """The fused form of these layers; None when there are none, or this machine or the weights' type is not one for the
+    kernels."""
     library = kernels.library()
-    if library is None or not all(_suits(layer.gate_up.plain) for layer in layers):
-        return ()
+    if library is None or not layers or not all(_suits(layer.gate_up.plain) for layer in layers):
+        return None
     pairs = zip(layers, layer_caches, strict=True)
-    return tuple(FusedLayer(library, config, layer, cache, caches, scratch) for layer, cache in pairs)
+    halves = [half for layer, cache in pairs for half in _halves(config, layer, cache, caches)]
+    return FusedLayers(library, config.hidden_size, halves, scratch, (layers, layer_caches))
 
 
 def _suits(weight: torch.Tensor | None) -> bool:
@@ -177,7 +185,7 @@ def _suits(weight: torch.Tensor | None) -> bool:
 
 
 def fused_step(plan: StepPlan, rotations: torch.Tensor) -> FusedStep | None:
-    """The step for ``FusedLayer``; None when it has prompt chunks or more tokens than the kernels are good for."""
+    """The step for ``FusedLayers``; None when it has prompt chunks or more tokens than the kernels are good for."""
     if plan.decode is None or plan.prefills or plan.token_count > kernels.TOKENS_MAX:
         return None
     return FusedStep(plan.decode, rotations)

@@ -1,4 +1,4 @@
-/* One decode step of a layer's half per call, for float32 on x86-64 CPUs with AVX2 (see kernels.py for who calls what).
+/* A decode step through layers, half by half, for float32 on x86-64 CPUs with AVX2 (see kernels.py for who calls what).
  *
  * Decoding is bound by reading weights: a step of few tokens should take as long as memory needs for them, whatever the
  * number of tokens. So a product keeps four weight rows in flight and uses each value for all tokens while it is in the
@@ -192,12 +192,12 @@ void kvferry_linear(const float *x, const float *w, float *y, i64 tokens, i64 in
 
 /* -- MLP ----------------------------------------------------------------------------------------------------------- */
 
-i64 kvferry_mlp_scratch(const Mlp *layer, const Step *step) {
+static i64 mlp_scratch(const Mlp *layer, const Step *step) {
     return step->rows * step->width * (layer->hidden + 3 * layer->inner);
 }
 
 /* y [tokens, hidden] = down(silu(gate) * up) of the normed x: this rank's part. */
-void kvferry_mlp(const Mlp *layer, const Step *step, const float *x, float *y) {
+static void mlp(const Mlp *layer, const Step *step, const float *x, float *y) {
     i64 tokens = step->rows * step->width, hidden = layer->hidden, inner = layer->inner;
     float *normed = step->scratch, *both = normed + tokens * hidden, *active = both + tokens * 2 * inner;
 #pragma omp parallel num_threads((int)step->threads)
@@ -227,7 +227,7 @@ INLINE i64 attend_scratch(const Attention *layer, const Step *step) { /* per thr
     return queries * (TILE + 2 + layer->head_dim);
 }
 
-i64 kvferry_attention_scratch(const Attention *layer, const Step *step) {
+static i64 attention_scratch(const Attention *layer, const Step *step) {
     i64 per_token = layer->hidden + projected_width(layer) + layer->query_heads * layer->head_dim;
     return step->rows * step->width * per_token + step->threads * attend_scratch(layer, step);
 }
@@ -344,7 +344,7 @@ INLINE void attend(const Attention *layer, const Step *step, const float *projec
 }
 
 /* y [tokens, hidden] = gated attention of the normed x: this rank's part; writes KEY and VALUE of all real tokens. */
-void kvferry_attention(const Attention *layer, const Step *step, const float *x, float *y) {
+static void attention(const Attention *layer, const Step *step, const float *x, float *y) {
     i64 tokens = step->rows * step->width, hidden = layer->hidden, dim = layer->head_dim;
     i64 in_width = projected_width(layer), out_width = layer->query_heads * dim, kv_width = layer->kv_heads * dim;
     i64 turned = layer->query_heads + layer->kv_heads;
@@ -388,7 +388,7 @@ INLINE i64 delta_width(const Delta *layer) {
 
 INLINE i64 rule_scratch(const Delta *layer) { return 2 * layer->key_dim + 2 * layer->value_dim; } /* per thread */
 
-i64 kvferry_delta_scratch(const Delta *layer, const Step *step) {
+static i64 delta_scratch(const Delta *layer, const Step *step) {
     i64 tokens = step->rows * step->width, channels = channel_count(layer);
     i64 per_token = layer->hidden + delta_width(layer) + channels + layer->value_heads * layer->value_dim;
     i64 windows = step->rows * (layer->taps - 1 + step->width) * channels;
@@ -485,7 +485,7 @@ INLINE void rule(const Delta *layer, const Step *step, i64 row, i64 head, const 
 }
 
 /* y [tokens, hidden] = the gated delta-net of the normed x: this rank's part; advances CONV and SSM of each row. */
-void kvferry_delta(const Delta *layer, const Step *step, const float *x, float *y) {
+static void delta(const Delta *layer, const Step *step, const float *x, float *y) {
     i64 rows = step->rows, tokens = rows * step->width, hidden = layer->hidden;
     i64 channels = channel_count(layer), in_width = delta_width(layer);
     i64 out_width = layer->value_heads * layer->value_dim;
@@ -508,5 +508,38 @@ void kvferry_delta(const Delta *layer, const Step *step, const float *x, float *
             for (i64 head = 0; head < layer->value_heads; head++)
                 rule(layer, step, row, head, packed, convolved, mixed, locals + thread * rule_scratch(layer));
         product(mixed, tokens, out_width, layer->output, hidden, y);
+    }
+}
+
+/* -- halves of layers ---------------------------------------------------------------------------------------------- */
+
+enum { ATTENTION, DELTA, MLP };
+
+typedef struct {
+    i64 kind;
+    const void *half;
+} Half;
+
+i64 kvferry_scratch(const Half *halves, i64 count, const Step *step) {
+    i64 most = 0;
+    for (const Half *h = halves; h < halves + count; h++) {
+        i64 own = h->kind == ATTENTION ? attention_scratch(h->half, step)
+                  : h->kind == DELTA   ? delta_scratch(h->half, step)
+                                       : mlp_scratch(h->half, step);
+        if (own > most) most = own;
+    }
+    return most;
+}
+
+/* y [tokens, hidden] = the last of `count` halves of x, after each half before it was added to x. */
+void kvferry_halves(const Half *halves, i64 count, const Step *step, i64 hidden, float *x, float *y) {
+    for (i64 i = 0; i < count; i++) {
+        if (i)
+            for (i64 d = 0; d < step->rows * step->width * hidden; d++) x[d] += y[d];
+        switch (halves[i].kind) {
+            case ATTENTION: attention(halves[i].half, step, x, y); break;
+            case DELTA: delta(halves[i].half, step, x, y); break;
+            default: mlp(halves[i].half, step, x, y);
+        }
     }
 }

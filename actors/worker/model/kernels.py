@@ -28,14 +28,14 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         kernels = ctypes.CDLL(str(built[0]))
-    except OSError:  # built for another system
+        kernels.kvferry_linear.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT]
+        kernels.kvferry_linear.restype = None
+        kernels.kvferry_halves.argtypes = [POINTER, INT, POINTER, INT, POINTER, POINTER]
+        kernels.kvferry_halves.restype = None
+        kernels.kvferry_scratch.argtypes = [POINTER, INT, POINTER]
+        kernels.kvferry_scratch.restype = INT
+    except (OSError, AttributeError):  # built for another system, or from an older kernels.c
         return None
-    kernels.kvferry_linear.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT]
-    kernels.kvferry_linear.restype = None
-    for half in ("mlp", "attention", "delta"):
-        run, scratch = getattr(kernels, f"kvferry_{half}"), getattr(kernels, f"kvferry_{half}_scratch")
-        run.argtypes, run.restype = [POINTER, POINTER, POINTER, POINTER], None
-        scratch.argtypes, scratch.restype = [POINTER, POINTER], INT
     return kernels
 
 

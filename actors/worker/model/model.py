@@ -11,7 +11,7 @@ from actors.worker.collectives import Collective
 from actors.worker.model.attention import AttentionShape, attention
 from actors.worker.model.config import ModelConfig
 from actors.worker.model.delta import DeltaShape, delta_net
-from actors.worker.model.fused import FusedLayer, FusedStep, Scratch, fuse, fused_step
+from actors.worker.model.fused import Scratch, fuse, fused_step
 from actors.worker.model.ops import rms_norm, swiglu
 from actors.worker.model.plan import StepPlan
 from actors.worker.model.weights import AttentionWeights, LayerWeights, ModelWeights, vocab_range
@@ -53,16 +53,18 @@ class RankModel:
     @property
     def is_fused(self) -> bool:
         """Whether decode steps run in the compiled kernels."""
-        return bool(self._fused)
+        return self._fused is not None
 
     def forward(self, plan: StepPlan, tokens: torch.Tensor, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Final hidden states [N, hidden] (after the last norm) of ``tokens`` [N]; advances the caches."""
         x = self._embed(tokens)
         rotations = self._shape.rotations(plan.positions)
-        step = fused_step(plan, rotations) if self._fused else None
+        step = fused_step(plan, rotations) if self._fused is not None else None
+        if self._fused is not None and step is not None:  # a step of decode rows: no layer is reported
+            x = self._fused(x, step, self.collective.all_reduce if self.collective.size > 1 else None)
+            return rms_norm(x, self._weights.norm, self._eps)
         for index, (layer, cache) in enumerate(zip(self._weights.layers, self._caches.layers, strict=True)):
-            fused = (self._fused[index], step) if step is not None else None
-            x = self._layer(x, layer, cache, plan, rotations, fused, reduces=True)
+            x = self._layer(x, layer, cache, plan, rotations, reduces=True)
             if layer_done is not None and isinstance(cache, KVCache):
                 layer_done(index)
         return rms_norm(x, self._weights.norm, self._eps)
@@ -80,9 +82,12 @@ class RankModel:
         if not draft.replicated:
             x = self.collective.all_reduce(x)
         rotations = self._shape.rotations(plan.positions)
-        step = fused_step(plan, rotations) if self._fused_draft else None
-        fused = (self._fused_draft[0], step) if step is not None else None
-        x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, fused, reduces=not draft.replicated)
+        reduces = not draft.replicated and self.collective.size > 1
+        step = fused_step(plan, rotations) if self._fused_draft is not None else None
+        if self._fused_draft is not None and step is not None:
+            x = self._fused_draft(x, step, self.collective.all_reduce if reduces else None)
+        else:
+            x = self._layer(x, draft.layer, self._caches.draft[0], plan, rotations, reduces=reduces)
         return rms_norm(x, draft.norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,14 +111,12 @@ class RankModel:
         cache: KVCache | DeltaCache,
         plan: StepPlan,
         rotations: torch.Tensor,
-        fused: tuple[FusedLayer, FusedStep] | None,
         *,
         reduces: bool,
     ) -> torch.Tensor:
-        """``fused``: the layer's compiled halves and the step for them, instead of torch's."""
-        mixed = fused[0].mix(x, fused[1]) if fused is not None else self._mix(x, layer, cache, plan, rotations)
+        mixed = self._mix(x, layer, cache, plan, rotations)
         x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
-        out = fused[0].mlp(x, fused[1]) if fused is not None else self._mlp(x, layer)
+        out = self._mlp(x, layer)
         return x.add_(self.collective.all_reduce(out) if reduces else out)
 
     def _mix(
