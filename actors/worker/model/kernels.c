@@ -21,6 +21,7 @@ typedef int64_t i64;
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define SHARE 16 /* groups of four rows of a matrix that a thread takes at a time */
 #define TILE 64  /* context positions whose scores are kept at a time */
 #define AHEAD 12 /* positions from a key that is used to the one that is fetched: rows are too short for the hardware */
 
@@ -122,19 +123,18 @@ INLINE void four_rows_all(const float *const w[4], const float *x, i64 x_stride,
     }
 }
 
-/* This thread's share of y [tokens, out] = x [tokens, in] · w [out, in]ᵀ; call from all threads of a region. */
+/* y [tokens, out] = x [tokens, in] · w [out, in]ᵀ, shared by all threads of a region, which all call it; no barrier at
+ * the end. Threads take rows as they come: one that has lost its core to another process holds up nobody else. */
 INLINE void product(const float *x, i64 tokens, i64 in, const float *w, i64 out, float *y) {
-    i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    i64 groups = (out + 3) / 4;
-    i64 begin = groups * thread / threads * 4, end = groups * (thread + 1) / threads * 4;
-    if (end > out) end = out;
-    i64 o = begin;
-    for (; o + 4 <= end; o += 4) {
+#pragma omp for schedule(dynamic, SHARE) nowait
+    for (i64 o = 0; o < out; o += 4) {
         const float *first = w + o * in, *const rows[4] = {first, first + in, first + 2 * in, first + 3 * in};
-        four_rows_all(rows, x, in, in, tokens, y + o, out, first + 4 * in);
+        if (o + 4 <= out)
+            four_rows_all(rows, x, in, in, tokens, y + o, out, first + 4 * in);
+        else
+            for (i64 last = o; last < out; last++)
+                for (i64 t = 0; t < tokens; t++) y[t * out + last] = dot(w + last * in, x + t * in, in);
     }
-    for (; o < end; o++)
-        for (i64 t = 0; t < tokens; t++) y[t * out + o] = dot(w + o * in, x + t * in, in);
 }
 
 /* -- small pieces -------------------------------------------------------------------------------------------------- */
