@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.runtime.trace_file import TraceError
-from messages.base import attempt_of, instance_of
+from messages.base import attempt_of, control_address, instance_of
 from messages.transfer import Merged
 from scripts.trace_story import Hop, Story, load_story
 
@@ -117,11 +117,21 @@ def critical_path(story: Story) -> CriticalPath:
     to_first.until(_handled(token), "response", "first token to the gateway")
     if taken is not accepted:
         cut.until(_handled(taken), "offered again", f"the hand-off failed; {target} took it over")
+    final = last(lambda hop: hop.type in ("Finished", "Generation") and hop.handled_ns != [])
+    # A step that was sent ahead may have run the request once more, in vain.
+    ended_ns = final.sent_ns if final is not None else story.end_ns
+    decoded = last(
+        lambda hop: (
+            hop.type == "BatchResult"
+            and hop.to == control_address(target, "scheduler")
+            and hop.handled_ns != []
+            and hop.handled_ns[0] <= ended_ns
+        )
+    )
     if target != source:
         _cut_handoff(cut, first, last, target)
-    elif result is not None:
-        cut.until(_handled(last(lambda hop: hop.type == "BatchResult" and hop.to == submit.to)), "decode", source)
-    final = last(lambda hop: hop.type in ("Finished", "Generation") and hop.handled_ns != [])
+    if target != source or result is not None:
+        cut.until(_handled(decoded), "decode", f"{target}: decode steps")
     cut.until(_handled(final), "response", "last word to the gateway")
     return CriticalPath(tuple(to_first.segments), tuple(cut.segments))
 
@@ -135,7 +145,7 @@ Finder = Callable[[Callable[[Hop], bool]], "Hop | None"]
 
 
 def _cut_handoff(cut: _Cutter, first: Finder, last: Finder, target: str) -> None:
-    """From the sampled first token to the last decode step on ``target``."""
+    """From the sampled first token to the first decode step on ``target``."""
     generation = last(lambda hop: hop.type == "FirstGeneration")
     cut.until(_handled(generation), "FirstGeneration", f"to {target}")
     begin = _handled(generation) or cut.now_ns
@@ -153,8 +163,6 @@ def _cut_handoff(cut: _Cutter, first: Finder, last: Finder, target: str) -> None
     cut.until(_handled(restored), "restored", "all ranks reported")
     step = first(lambda hop: hop.type == "ExecuteBatch" and instance_of(hop.to) == target)
     cut.until(_sent(step), "enqueue", f"{target}: until its first decode step")
-    result = last(lambda hop: hop.type == "BatchResult" and hop.to.endswith("/scheduler"))
-    cut.until(_handled(result), "decode", f"{target}: decode steps")
 
 
 def path_text(trace_dir: Path, request_id: str) -> str:

@@ -61,7 +61,7 @@ class Progress:
     request_id: str
     first_ns: int
     last: Record
-    questions: dict[tuple[str, str, str], Question] = field(default_factory=dict)  # (type, asker, asked)
+    questions: dict[tuple[str, str, str, int], Question] = field(default_factory=dict)  # (type, asker, asked, step)
     end: str = ""
 
     def waiting(self) -> list[Question]:
@@ -123,18 +123,19 @@ def _follow(requests: dict[str, Progress], record: Record, request_id: str) -> N
     kind, name = record.kind, record.type
     if kind == FAULT:
         if name in ANSWERS and not is_node_fault(record):  # it may be all that is known of a dropped message
-            asked = progress.questions.setdefault((name, record.sender, record.to), Question(record))
+            key = (name, record.sender, record.to, _step_of(record))
+            asked = progress.questions.setdefault(key, Question(record))
             asked.faults.append(record.text)
         return
     progress.last = record
     if kind == SENT and name in ANSWERS:
-        key = (name, record.sender, record.to)
+        key = (name, record.sender, record.to, _step_of(record))
         before = progress.questions.get(key)
         progress.questions[key] = Question(record, faults=before.faults if before is not None else [])
         if name == "SubmitRequest":
             progress.end = ""
     elif kind == HANDLED:
-        question = progress.questions.get((name, record.sender, record.to))
+        question = progress.questions.get((name, record.sender, record.to, _step_of(record)))
         if question is not None:
             question.handled = True
         _answer(progress, record)
@@ -147,9 +148,15 @@ def _answer(progress: Progress, record: Record) -> None:
         progress.questions.clear()
         return
     for key in list(progress.questions):
-        kind, asker, asked = key
-        if name in ANSWERS[kind] and asker == to and (asked == sender or kind == "SubmitRequest"):
+        kind, asker, asked, step = key
+        is_about_it = name != "BatchResult" or step == _step_of(record)  # two steps may be in flight
+        if name in ANSWERS[kind] and asker == to and (asked == sender or kind == "SubmitRequest") and is_about_it:
             del progress.questions[key]
+
+
+def _step_of(record: Record) -> int:
+    """The step that a message about steps names; 0 for others, and where payloads were not recorded."""
+    return getattr(record.message, "step", 0) if record.type in ("ExecuteBatch", "BatchResult") else 0
 
 
 def _deaths(trace: Trace) -> dict[str, str]:

@@ -104,6 +104,7 @@ class LinkCore:
                 outbox = self._outboxes.setdefault(node, Outbox(node, self._sessions.newest(node), self.settings))
         if outbox.put(parcels):
             if self._is_calling and threading.get_ident() == self._thread_id:
+                self._meet_requirements()
                 self._pump(outbox, time.monotonic_ns())
             else:
                 self._fresh.append(outbox)
@@ -173,8 +174,7 @@ class LinkCore:
 
     def service(self, now_ns: int) -> int:
         """Do what other threads asked for and what is due; returns when to come again, 0 for no particular time."""
-        while self._requirements:
-            self._require(*self._requirements.popleft())
+        self._meet_requirements()
         while self._grants:
             session = self._grants.popleft()
             self._carrier.reply(session.peer, control_frame(Credit(limit=session.limit)))
@@ -191,6 +191,7 @@ class LinkCore:
                 self._calls.popleft()()
         finally:
             self._is_calling = False
+        self._meet_requirements()
         while self._fresh:
             self._pump(self._fresh.popleft(), time.monotonic_ns())
 
@@ -372,11 +373,17 @@ class LinkCore:
         if self._events is not None:
             self._events.on_envelopes(session.number, session.node, envelopes)
 
+    def _meet_requirements(self) -> None:
+        while self._requirements:
+            self._require(*self._requirements.popleft())
+
     def _require(self, instance: str, incarnation: int) -> None:
         self._sessions.require(instance, incarnation)
         for outbox in list(self._outboxes.values()):
             if outbox.state == "open" and outbox.known < incarnation and instance_of(outbox.node) == instance:
-                self._close(outbox)
+                self._carrier.disconnect(outbox.node)
+                outbox.closed()  # what is queued by now was sent after ``require``: it is for the new life
+                self._fresh.append(outbox)
 
     def _close(self, outbox: Outbox) -> int:
         """End the connection and forget what waited for it; returns how many envelopes."""

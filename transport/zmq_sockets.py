@@ -177,19 +177,18 @@ class Sockets:
 
     def cool(self, now_ns: int) -> int:
         """Serve every hot socket, and every warm one when it is time; returns when that is, 0 when none is warm."""
-        if self.warm:
-            if not self.warm_due_ns:
-                self.warm_due_ns = now_ns + WARM_NS
-            elif now_ns >= self.warm_due_ns:
-                self.hot |= self.warm
-                self.warm.clear()
-                self.warm_due_ns = 0
+        if self.warm and self.warm_due_ns and now_ns >= self.warm_due_ns:
+            self.hot |= self.warm
+            self.warm.clear()
+            self.warm_due_ns = 0
         if self.hot:
             hot, self.hot = self.hot, set()
             for socket in hot:
                 handler = self.handler_of.get(socket)
                 if handler is not None and handler():
                     self.hot.add(socket)
+        if self.warm and not self.warm_due_ns:  # what a hot socket brought may have been answered on another one
+            self.warm_due_ns = now_ns + WARM_NS
         return self.warm_due_ns
 
     def transmit(self, node: str, frame: bytes) -> bool:

@@ -18,7 +18,8 @@ time ends the node (``Fail``), because ranks that have left the common stream ca
 restarts the whole instance.
 
 A row that one rank could not run (``RowResult.error``) has failed on all: the error stands in the merged result and the
-instance lives on. Answers about an older step, another incarnation, or given twice, change nothing.
+instance lives on. That is too late when another step was sent already: the others will run that row there, and the
+ranks disagree. Answers about an older step, another incarnation, or given twice, change nothing.
 """
 
 from __future__ import annotations
@@ -214,7 +215,12 @@ class EngineMachine:
                 difference = _difference(row, other)
                 if difference:
                     return self._fail_step(step.number, rank, difference)
-            error = next((other.error for other in (row, *others) if other.error), "")
+            errors = [other.error for other in (row, *others)]
+            error = next(filter(None, errors), "")
+            if error and not all(errors) and self._steps:
+                rank = errors.index(error)
+                reason = f"only it could not run {row.request_id}, which also runs in the step behind: {error}"
+                return self._fail_step(step.number, rank, reason)
             rows.append(row if error == row.error else msgspec.structs.replace(row, error=error))
         slowest_ms = max(result.forward_ms for result in results)
         merged = msgspec.structs.replace(results[0], rows=tuple(rows), forward_ms=slowest_ms)

@@ -26,7 +26,7 @@ import psutil
 import pykka
 
 from actors.runtime.config import ConfigError, NodeConfig
-from actors.runtime.context import ActorSpec, NodeContext
+from actors.runtime.context import ActorSpec, JobExecutor, NodeContext
 from actors.runtime.faults import make_injector
 from actors.runtime.hooks import NoInjector
 from actors.runtime.log import Log, WriteLine, write_to_stderr
@@ -134,6 +134,7 @@ class Node:
             lambda part, reason: self.actor_died(part, reason, False),
         )
         self._actors: list[tuple[str, pykka.ActorRef[MachineActor]]] = []
+        self._executors: list[tuple[str, JobExecutor]] = []
         self._activities: dict[str, Activity] = {}
         self._starting: set[str] = set()
         self._lock = threading.Lock()
@@ -262,6 +263,8 @@ class Node:
             activity = self._activities[spec.name] = Activity()
             actor = MachineActor.start(spec, self, activity)
             self._actors.append((spec.name, actor))
+            if spec.executor is not None:
+                self._executors.append((spec.name, spec.executor))
             self.office.register(spec.name, mailbox(actor, self.office))
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -288,6 +291,9 @@ class Node:
         for name, actor in reversed(self._actors):
             self._guarded(name, partial(actor.stop, timeout=ACTOR_STOP_TIMEOUT_S))
         self._actors.clear()
+        for name, executor in reversed(self._executors):
+            self._guarded(name, executor.close)
+        self._executors.clear()
         while self._on_close:
             self._guarded(NODE_ACTOR, self._on_close.pop())
         with self._lock:

@@ -6,7 +6,8 @@ loaded, share its memory, and one that restarts after a failure is back that muc
     python -m actors.runtime.nursery RUN_DIR/nursery SOCKET PARENT_PID MODULE…
 
 ``SOCKET`` is an inherited descriptor of packets. In: the path of a ``NodeConfig``, with the descriptor that becomes the
-node's stderr. Out: ``Born`` with a descriptor of the new process (``pidfd``), in the order asked; and ``Ended``. This
+node's stderr. Out, in the order asked: ``Born`` with a descriptor of the new process (``pidfd``), or ``NotBorn``; and
+``Ended``. This
 process runs no thread of ours and reads no configuration, so a fork is like a fresh interpreter with modules loaded. It
 ends when its socket does, or with the thread that started it; its children then end as those of any parent do.
 """
@@ -43,6 +44,12 @@ class Born(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class NotBorn(msgspec.Struct, frozen=True, tag=True):
+    """The process asked for could not be made; what runs already runs on."""
+
+    reason: str
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """It was reaped; ``exit_code`` is negative for a signal, as in ``subprocess``."""
 
@@ -69,18 +76,32 @@ class Nursery:
                 request, descriptors, _, _ = socket.recv_fds(self._channel, PACKET_BYTES_MAX, 1)
                 if not request:
                     return
-                self._fork(Path(os.fsdecode(request)), descriptors[0])
+                try:
+                    pid, pidfd = self._fork(Path(os.fsdecode(request)), descriptors)
+                except OSError as error:  # no room for another process, or another descriptor
+                    self._channel.send(msgspec.json.encode(NotBorn(f"no process could be forked: {error}")))
+                    continue
+                self._pids[pidfd] = pid
+                self._selector.register(pidfd, selectors.EVENT_READ)
+                socket.send_fds(self._channel, [msgspec.json.encode(Born(pid))], [pidfd])
 
-    def _fork(self, path: Path, stderr: int) -> None:
-        nursery_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become(path, stderr, nursery_pid)
-        os.close(stderr)
-        pidfd = os.pidfd_open(pid)
-        self._pids[pidfd] = pid
-        self._selector.register(pidfd, selectors.EVENT_READ)
-        socket.send_fds(self._channel, [msgspec.json.encode(Born(pid))], [pidfd])
+    def _fork(self, path: Path, descriptors: Sequence[int]) -> tuple[int, int]:
+        """pid and pidfd of a new node process. Raises ``OSError`` when there is none."""
+        if not descriptors:
+            raise OSError("its stderr did not come with the request (too many open files?)")
+        nursery_pid, (stderr, *_) = os.getpid(), descriptors
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(path, stderr, nursery_pid)
+        finally:
+            os.close(stderr)
+        try:
+            return pid, os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)

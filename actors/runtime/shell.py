@@ -233,13 +233,11 @@ class MachineActor(pykka.Actor):
         return None
 
     def on_stop(self) -> None:
-        """Release timers and the executor's threads."""
+        """Release timers. The executor is the node's to close: that may wait, and this thread must not."""
         self._dead = True
         for running in self._timers.values():
             self._services.timers.cancel(running.timer)
         self._timers.clear()
-        if self._executor is not None:
-            self._executor.close()
 
     def _start(self) -> None:
         self._started = True

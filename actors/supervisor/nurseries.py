@@ -14,13 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from actors.runtime.nursery import NURSERY_MODULE, PACKET_BYTES_MAX, Born, Ended
+from actors.runtime.nursery import NURSERY_MODULE, PACKET_BYTES_MAX, Born, Ended, NotBorn
 
 TELL_S = 5.0
 """How long a nursery may take to tell the exit code of a process that the kernel says has ended."""
 
 OnBorn = Callable[[int, int], None]
 """Called with the pid and the pidfd of a new process; the pidfd is the callee's to close."""
+
+OnFailed = Callable[[str], None]
+"""Called with the reason when there is no new process."""
 
 
 class NurseryLostError(OSError):
@@ -32,7 +35,7 @@ class Nursery:
 
     def __init__(self, run_dir: Path, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """Starts it; it answers once ``modules`` are loaded. Raises ``OSError``."""
-        self._asked: deque[OnBorn] = deque()
+        self._asked: deque[tuple[OnBorn, OnFailed]] = deque()
         self._exit_codes: dict[int, int] = {}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -50,10 +53,10 @@ class Nursery:
         """Readable when ``receive`` has something to do."""
         return self._channel.fileno()
 
-    def fork(self, config: Path, stderr: int, on_born: OnBorn) -> None:
-        """Ask for the node of this file; ``receive`` will call ``on_born``. Raises ``OSError``."""
+    def fork(self, config: Path, stderr: int, on_born: OnBorn, on_failed: OnFailed) -> None:
+        """Ask for the node of this file; ``receive`` will call one of the two. Raises ``OSError``."""
         socket.send_fds(self._channel, [os.fsencode(config)], [stderr])
-        self._asked.append(on_born)
+        self._asked.append((on_born, on_failed))
 
     def receive(self, timeout_s: float = 0.0) -> bool:
         """Act on one answer; False if none has come after ``timeout_s`` seconds. Raises ``NurseryLostError``."""
@@ -65,9 +68,13 @@ class Nursery:
             raise NurseryLostError(str(error)) from error
         if not packet:
             raise NurseryLostError("the process that forks ranks has ended")
-        match msgspec.json.decode(packet, type=Born | Ended):
+        match msgspec.json.decode(packet, type=Born | NotBorn | Ended):
             case Born(pid=pid):
-                self._asked.popleft()(pid, descriptors[0])
+                if not descriptors:
+                    raise NurseryLostError("a new process came without its descriptor (too many open files?)")
+                self._asked.popleft()[0](pid, descriptors[0])
+            case NotBorn(reason=reason):
+                self._asked.popleft()[1](reason)
             case Ended(pid=pid, exit_code=exit_code):
                 self._exit_codes[pid] = exit_code
         return True

@@ -49,6 +49,10 @@ _SPIN_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 short enough that a rank leaves its cores to the other processes of the host while it waits for its next command."""
 
 
+_NURSERY_VARIABLES = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Importing torch loads no device's extension: a device is first touched after the fork, by ``device.py``."""
+
+
 @dataclass(eq=False)
 class _Process:
     """A node asked for whose end was not told yet. ``pidfd`` is -1 as long as its nursery has not forked it."""
@@ -106,6 +110,8 @@ class ProcessExecutor:
     def _work(self) -> None:
         while True:
             for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # closed meanwhile; its number may be another's by now
                 match key.data:
                     case None:
                         with contextlib.suppress(BlockingIOError):
@@ -148,7 +154,7 @@ class ProcessExecutor:
                 file.write(msgspec.json.encode(config))
             if job.forked:
                 process.origin = self._nursery_for(config)
-                process.origin.fork(path, theirs, partial(self._begin, process))
+                process.origin.fork(path, theirs, partial(self._begin, process), partial(self._forget, process, None))
             else:
                 process.origin = subprocess.Popen(
                     [sys.executable, "-m", NODE_MODULE, str(path)],
@@ -189,7 +195,8 @@ class ProcessExecutor:
         """Where this node comes from. The forked nodes of a tree are of one kind and have one environment."""
         if self._nursery is None:
             modules = [factory.partition(":")[0] for factory in config.factories]
-            self._nursery = Nursery(self._run_dir.path, modules, self._environment(config))
+            environment = self._environment(config) | _NURSERY_VARIABLES
+            self._nursery = Nursery(self._run_dir.path, modules, environment)
             self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery)
         return self._nursery
 

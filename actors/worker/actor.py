@@ -88,13 +88,20 @@ class WorkerExecutor:
 
     def _work(self) -> None:
         torch.set_num_threads(max(1, self._config.threads))
+        broken: StepFailed | None = None  # no step runs after one that did
         while (item := self._jobs.get()) is not None:
             job, emit, done = item
             match job:
                 case LoadModel():
                     done(self._load(emit))
                 case ExecuteStep(batch=batch):
-                    done(self._execute(batch, emit))
+                    result = (
+                        self._execute(batch, emit)
+                        if broken is None
+                        else msgspec.structs.replace(broken, step=batch.step)
+                    )
+                    broken = result if isinstance(result, StepFailed) else None
+                    done(result)
         if self._runner is not None:
             self._runner.close()
 

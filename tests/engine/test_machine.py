@@ -300,6 +300,20 @@ def test_ranks_that_disagree_in_one_step_end_nothing_else() -> None:
     assert len(harness.failures) == 1
 
 
+@pytest.mark.parametrize("everybody", [False, True])
+def test_a_row_that_failed_on_one_rank_only_ends_the_instance_when_a_step_was_sent_ahead(everybody: bool) -> None:
+    harness = Harness()
+    harness.tell(batch(1))
+    harness.tell(batch(2))
+    harness.tell(result(0, 1, error="out of memory" if everybody else ""))
+    harness.tell(result(1, 1, error="out of memory"))
+    assert bool(harness.failures) is not everybody
+    if everybody:
+        assert harness.one(BatchResult).rows[0].error == "out of memory"
+    else:
+        assert "out of memory" in harness.failures[0].reason and "rank 1" in harness.failures[0].reason
+
+
 def test_late_results_and_doubled_commands_change_nothing() -> None:
     harness = Harness()
     harness.tell(batch(1))

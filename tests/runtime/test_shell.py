@@ -116,6 +116,22 @@ def test_a_job_emits_and_its_result_comes_from_the_actor_itself(nodes: list[Node
     assert pool.closed == 1
 
 
+def test_executors_are_closed_by_whoever_closes_the_node_after_all_actors_have_stopped(
+    nodes: list[Node], run_dir: Path
+) -> None:
+    """Closing one may take long, and actors of other names share the thread."""
+    closed: list[tuple[threading.Thread, bool]] = []
+
+    class Slow(Pool):
+        def close(self) -> None:
+            closed.append((threading.current_thread(), any(ref.is_alive() for _, ref in actors)))
+
+    node = one_node(nodes, run_dir, ActorSpec("a", Scripted(), Slow()), ActorSpec("b", Scripted(), Slow()))
+    actors = list(node._actors)
+    node.close()
+    assert closed == [(threading.current_thread(), False)] * 2
+
+
 def test_status_is_answered_by_the_shell(nodes: list[Node], run_dir: Path) -> None:
     machine, asking = Scripted(), Scripted(begin=[Send("n/machine", StatusRequest(reply_to="n/asking", tag="7"))])
     one_node(nodes, run_dir, ActorSpec("machine", machine), ActorSpec("asking", asking))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
-from actors.runtime.nursery import NURSERY_MODULE
+from actors.runtime.nursery import NURSERY_MODULE, PACKET_BYTES_MAX, Born, NotBorn, Nursery
 from actors.supervisor import nurseries
 from scripts.cluster import Cluster, ClusterError
 from tests.supervisor.dummies import FACTORIES, HERE
@@ -91,3 +95,32 @@ def test_a_nursery_that_hangs_does_not_keep_the_tree_from_stopping(monkeypatch: 
     nursery_of(cluster).suspend()
     cluster.stop()
     assert_nothing_left(*started(cluster))
+
+
+@pytest.mark.parametrize("what", ["fork", "pidfd", "descriptor"])
+def test_a_process_that_cannot_be_forked_is_one_refusal_and_the_nursery_goes_on(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    child = os.posix_spawn("/bin/sleep", ["sleep", "100"], {}) if what == "pidfd" else 0
+    monkeypatch.setattr(os, "fork", refuse if what == "fork" else lambda: child)
+    if what == "pidfd":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    serving = threading.Thread(target=Nursery(theirs).serve)
+    serving.start()
+    read, write = os.pipe()
+    try:
+        for _ in range(1 if what == "pidfd" else 2):
+            socket.send_fds(ours, [b"/nowhere/p0.r0.json"], [] if what == "descriptor" else [write])
+            answer = msgspec.json.decode(ours.recv(PACKET_BYTES_MAX), type=Born | NotBorn)
+            assert isinstance(answer, NotBorn) and answer.reason
+        assert not child or not psutil.pid_exists(child), "a process that nobody would hear of is ended"
+    finally:
+        ours.close()
+        serving.join()
+        theirs.close()
+        os.close(read)
+        os.close(write)

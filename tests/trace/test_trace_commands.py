@@ -8,13 +8,14 @@ import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from actors.runtime.fault_plan import FaultPlan, MessageMatch, Point, Rule
 from actors.runtime.trace import FileRecorder
-from actors.runtime.trace_file import Trace, TraceError
+from actors.runtime.trace_file import HANDLED, SENT, Trace, TraceError
 from messages.requests import SamplingParams
 from scripts import trace_machines, trace_replay
 from scripts.simulated_client import Request
@@ -33,16 +34,27 @@ from scripts.trace_commands import (
 from scripts.trace_path import critical_path
 from scripts.trace_replay import Replay
 from scripts.trace_story import load_story
+from scripts.trace_stuck import Progress, _follow
+
+FOUR_TOKENS = SamplingParams(max_tokens=4, eos_token_ids=(EOS,), ignore_eos=True)
 
 
-def record(directory: Path, rules: tuple[Rule, ...] = (), for_ms: float = 60_000.0) -> SimulatedCluster:
-    """A P2/D1 cluster with four requests, traced; it runs until they are over, or for ``for_ms``."""
-    sampling = SamplingParams(max_tokens=4, eos_token_ids=(EOS,), ignore_eos=True)
-    requests = [Request(f"r{number}", tuple(range(1, 12)), sampling, "online") for number in range(1, 5)]
+def record(
+    directory: Path,
+    rules: tuple[Rule, ...] = (),
+    for_ms: float = 60_000.0,
+    sampling: SamplingParams = FOUR_TOKENS,
+    begins: tuple[int, ...] = (1, 1, 1, 1),
+) -> SimulatedCluster:
+    """A P2/D1 cluster with a request per beginning of a prompt, traced; runs until they are over, or for ``for_ms``."""
+    requests = [
+        Request(f"r{number}", tuple(range(begin, 11 + begin)), sampling, "online")
+        for number, begin in enumerate(begins, 1)
+    ]
     cluster = SimulatedCluster(
         1,
         requests,
-        options=with_options(topology="P2/D1", block_count=40),
+        options=with_options(topology="P2/D1", block_count=10 * len(begins)),
         plan=FaultPlan(rules=rules),
         recorder_for=lambda config: FileRecorder(config, directory),
     )
@@ -103,6 +115,37 @@ def test_a_unique_beginning_of_an_id_is_enough_and_an_unknown_one_is_answered_wi
     with pytest.raises(TraceError, match="begins 4 requests"):
         sequence_text(clean, "r")
     assert load_story(clean, "r4").request_id == "r4"
+
+
+def test_a_path_ends_with_the_last_word_also_when_a_step_ran_the_request_in_vain(tmp_path: Path) -> None:
+    """A request that ends by EOS may run in the step that was sent ahead."""
+    record(tmp_path, sampling=SamplingParams(max_tokens=20, eos_token_ids=(EOS,)), begins=tuple(range(1, 7)))
+    in_vain = 0
+    for number in range(1, 7):
+        story = load_story(tmp_path, f"r{number}")
+        (finished,) = story.of("Finished")
+        end = critical_path(story).to_last_token[-1]
+        assert (end.phase, end.end_ns) == ("response", finished.handled_ns[0])
+        in_vain += any(hop.handled_ns[0] > finished.sent_ns for hop in story.of("BatchResult") if hop.handled_ns)
+    assert in_vain
+
+
+def test_a_step_in_flight_is_waited_for_also_when_the_one_before_it_was_answered() -> None:
+    requests: dict[str, Progress] = {}
+
+    def record(kind: int, name: str, sender: str, to: str, step: int) -> None:
+        message = SimpleNamespace(step=step)
+        fields = {"kind": kind, "type": name, "sender": sender, "to": to, "now_ns": step, "text": "", "actor": to}
+        _follow(requests, SimpleNamespace(**fields, message=message), "r1")  # type: ignore[arg-type]
+
+    scheduler, engine = "d0.ctl/scheduler", "d0.ctl/engine"
+    record(SENT, "ExecuteBatch", scheduler, engine, 7)
+    record(SENT, "ExecuteBatch", scheduler, engine, 8)
+    record(HANDLED, "BatchResult", engine, scheduler, 7)
+    (question,) = requests["r1"].waiting()
+    assert question.record.message.step == 8  # type: ignore[union-attr]
+    record(HANDLED, "StepFailed", engine, scheduler, 8)
+    assert not requests["r1"].waiting()
 
 
 def test_lost_and_repeated_messages_are_marked(stuck: Path) -> None:

@@ -198,6 +198,30 @@ def test_require_drops_what_is_queued_and_not_what_comes_after(fabric: Fabric) -
     assert one.lost == []
 
 
+@pytest.mark.parametrize("in_a_call", [False, True])
+def test_what_is_sent_after_require_is_for_the_new_life_though_the_old_one_still_listens(
+    fabric: Fabric, in_a_call: bool
+) -> None:
+    one, old = fabric.node("one"), fabric.node("d0.r0", 1)
+    one.say("d0.r0", "for the old")
+    old.hears("for the old")
+
+    def turn() -> None:
+        one.links.require("d0", 2)
+        one.say("d0.r0", "for the new")
+
+    if in_a_call:
+        one.links.call(turn)
+    else:
+        turn()
+    one.links.call(lambda: one.say("other", "turn is over"))
+    fabric.node("other").hears("turn is over")
+    old.links.close()
+    fabric.node("d0.r0", 2).hears("for the new")
+    old.hears("for the old")
+    assert one.lost == []
+
+
 def test_another_protocol_version_is_refused_with_both_numbers(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair(fabric)
     monkeypatch.setattr("transport.inbox.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
