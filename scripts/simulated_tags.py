@@ -92,7 +92,26 @@ def _row(
 @lru_cache(maxsize=ROWS_CACHED)
 def _rows(base: int, ones: int, stride: int, whose: Whose, shared: int, count: int, is_conv: bool) -> bytes:
     """The rows of a sequence's first ``count`` positions; the same in every run."""
-    return b"".join(_row(base, ones, stride, whose, shared, position, 0, is_conv) for position in range(count))
+    number, sample, prompt = whose
+    split = min(count, max(0, prompt + shared)) if sample else count
+    rows = b""
+    for first, end, shift in ((0, split, 0), (split, count, SAMPLE_SHIFT * sample)):
+        if is_conv and (first + shift) % 0x400 + end - first > 0x400:  # the position's bits overflow on the way
+            rows += b"".join(
+                _row(base, ones, stride, whose, shared, position, 0, True) for position in range(first, end)
+            )
+            continue
+        tag = (number & 0xFFF) << 10 | (first + shift) & 0x3FF if is_conv else number << 40 | first + shift
+        each, ramp = _ramp(stride, end - first)  # the tags of rows that follow each other rise by one
+        rows += (base * each + ones * (tag * each + ramp)).to_bytes(stride * (end - first), "little")
+    return rows
+
+
+@cache
+def _ramp(stride: int, count: int) -> tuple[int, int]:
+    """1 and 0, 1, 2, … in each of ``count`` fields of ``stride`` bytes, as integers."""
+    bits = 8 * stride
+    return sum(1 << bits * i for i in range(count)), sum(i << bits * i for i in range(count))
 
 
 class TagTensor:
