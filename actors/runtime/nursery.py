@@ -7,9 +7,9 @@ loaded, share its memory, and one that restarts after a failure is back that muc
 
 ``SOCKET`` is an inherited descriptor of packets. In: the path of a ``NodeConfig``, with the descriptor that becomes the
 node's stderr. Out, in the order asked: ``Born`` with a descriptor of the new process (``pidfd``), or ``NotBorn``; and
-``Ended``. This
-process runs no thread of ours and reads no configuration, so a fork is like a fresh interpreter with modules loaded. It
-ends when its socket does, or with the thread that started it; its children then end as those of any parent do.
+``Ended``. This process runs no thread of ours and reads no configuration, so a fork is like a fresh interpreter with
+modules loaded. It ends when its socket does, or with the thread that started it; its children then end as those of any
+parent do.
 """
 
 from __future__ import annotations

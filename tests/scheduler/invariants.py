@@ -29,8 +29,7 @@ def check_scheduler(machine: SchedulerMachine) -> None:
                 # C29: a step begins and drafts as its sequence alone would have it
                 wanted = min(limits.speculative_tokens, sequence.final_tokens - sequence.total - 1)
                 assert (row.start, row.speculative_tokens) == (sequence.total - 1 + ahead, max(0, wanted))
-                assert bool(row.token_ids) or row.start == sequence.total - 1 + ahead
-            assert row.is_prefill or ahead == 0 or not row.token_ids
+            assert row.is_prefill or not row.token_ids or ahead == 0, "a token known before it is sampled"
             assert not holding.freed, f"{row.request_id} runs in memory that was freed"
             last = row.start + row.token_count + row.speculative_tokens
             assert last <= len(row.block_ids) * pool.block_size, f"{row.request_id} writes past its table"

@@ -114,26 +114,14 @@ class RankModel:
         *,
         reduces: bool,
     ) -> torch.Tensor:
-        mixed = self._mix(x, layer, cache, plan, rotations)
-        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
-        out = self._mlp(x, layer)
-        return x.add_(self.collective.all_reduce(out) if reduces else out)
-
-    def _mix(
-        self,
-        x: torch.Tensor,
-        layer: LayerWeights,
-        cache: KVCache | DeltaCache,
-        plan: StepPlan,
-        rotations: torch.Tensor,
-    ) -> torch.Tensor:
         normed = rms_norm(x, layer.input_norm, self._eps)
         if isinstance(layer.mixer, AttentionWeights):
             assert isinstance(cache, KVCache)
-            return attention(normed, layer.mixer, cache, plan, rotations, self._shape)
-        assert isinstance(cache, DeltaCache)
-        return delta_net(normed, layer.mixer, cache, plan, self._delta_shape)
-
-    def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+            mixed = attention(normed, layer.mixer, cache, plan, rotations, self._shape)
+        else:
+            assert isinstance(cache, DeltaCache)
+            mixed = delta_net(normed, layer.mixer, cache, plan, self._delta_shape)
+        x = x + (self.collective.all_reduce(mixed) if reduces else mixed)
         normed = rms_norm(x, layer.mlp_norm, self._eps)
-        return layer.down(swiglu(layer.gate_up(normed)))
+        out = layer.down(swiglu(layer.gate_up(normed)))
+        return x.add_(self.collective.all_reduce(out) if reduces else out)
