@@ -15,6 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``top_k`` 0 and ``top_p`` 1.0 are off. ``temperature`` 0 is greedy. ``logprobs`` is how many alternatives per token
     to report, -1 for none (0 reports the chosen token only); ``prompt_logprobs`` likewise for the prompt.
     ``stop_token_ids`` and ``eos_token_ids`` end a request; both are masked until ``min_tokens`` tokens are out.
+    ``output_interval`` changes no token, only when the gateway hears of it: the first at once, the others in groups of
+    at least so many, or when the request ends.
     """
 
     temperature: float = 0.0
@@ -33,6 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int = -1
     prompt_logprobs: int = -1
+    output_interval: int = 1
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from actors.gateway.parameters import WHOLE_INTERVAL
 from actors.runtime.config import ConfigError, Options
 from actors.worker.collectives import SingleRank
 from actors.worker.runner import ModelRunner
@@ -44,11 +45,13 @@ def run(
     speculative_tokens: int = 0,
     seed: int = 0,
     in_process: bool = False,
+    stream_interval: int = WHOLE_INTERVAL,
 ) -> dict[str, Any]:
     """Measure and compare. ``prefill_ratio``, ``decode_alone_ratio`` and ``decode_batch_ratio`` are ours / theirs.
 
     ``against`` "" measures this system only; ``in_process`` the model runner without a cluster (TP1 only).
-    ``threads`` is for all of a topology's ranks together, as it is for transformers.
+    ``threads`` is for all of a topology's ranks together, as it is for transformers. ``stream_interval`` is how many
+    tokens come to the client together; transformers gives all of them at the end.
     """
     if in_process and topology.upper() != "TP1":
         raise ConfigError(f"topology {topology!r} cannot be measured inside one process; allowed: 'TP1'")
@@ -62,7 +65,11 @@ def run(
             ours = measure_ours(model_dir, sequences, length, dtype=dtype, speculative_tokens=speculative_tokens)
         else:
             options = _served_options(model_dir, topology, sequences, prompt_tokens, output_tokens, threads)
-            changes = {"dtype": dtype, "num_speculative_tokens": speculative_tokens}
+            changes = {
+                "dtype": dtype,
+                "num_speculative_tokens": speculative_tokens,
+                "stream_interval": stream_interval,
+            }
             ours = stack.enter_context(ServedRates(msgspec.structs.replace(options, **changes))).measure
         theirs = measure_transformers(model_dir, dtype) if against else None
         generator = torch.Generator().manual_seed(seed)
@@ -88,6 +95,7 @@ def run(
             "threads": threads,
             "dtype": dtype,
             "speculative_tokens": speculative_tokens,
+            "stream_interval": stream_interval,
             "repeats": repeats,
         },
     )

@@ -59,6 +59,8 @@ def check_options(options: Options) -> tuple[Options, Topology]:
     config = load_config(folder)
     topology = parse_topology(options.topology, partial(check_tp, config))
     _check_speculation(options, topology)
+    if options.stream_interval < 1:
+        raise ConfigError(f"stream_interval {options.stream_interval} is out of range; allowed: at least 1")
     name = options.served_model_name or Path(options.model).name
     return msgspec.structs.replace(options, model=str(folder), served_model_name=name), topology
 

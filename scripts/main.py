@@ -210,6 +210,7 @@ def bench_messaging(as_json: bool) -> None:
 @click.option("--output-tokens", default=64, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--in-process", is_flag=True, help="The model runner alone, without actors and HTTP (TP1 only).")
+@click.option("--stream-interval", default=16, show_default=True, help="Tokens that come to the client together.")
 @click.option("--json", "as_json", is_flag=True)
 def bench_generate(as_json: bool, **values: Any) -> None:
     """Prefill and decode tokens/s, alone and with 8 sequences, next to transformers on the same threads."""

@@ -24,6 +24,7 @@ HELP: dict[str, str] = {
     "device": "Where ranks compute.",
     "threads_per_rank": "Compute threads per rank; 0 shares the host's cores evenly.",
     "seed": "Seeds the seeds of requests that bring none.",
+    "stream_interval": "Tokens per event of a stream, after the first; more cost less per token, but come in bursts.",
     "block_size": "Tokens per KV block.",
     "block_count": "KV blocks per rank; 0 derives it from --cache-memory-mb.",
     "cache_memory_mb": "Cache memory per rank when --block-count is 0.",

@@ -149,7 +149,17 @@ def make_requests(seed: int, count: int, faults: frozenset[str]) -> list[Request
         priority = "offline" if random.random() < 0.2 else "online"
         requests.append(Request(f"r{number}", prompt, sampling, priority, cancel_ms))  # type: ignore[arg-type]
     _gather(Random(f"samples {seed}"), requests)
+    _slow_down(Random(f"intervals {seed}"), requests)
     return requests
+
+
+def _slow_down(random: Random, requests: list[Request]) -> None:
+    """In some runs, tokens of some requests come to the gateway in groups."""
+    if random.random() < 0.5:
+        return
+    for request in requests:
+        interval = random.choice((1, 1, 2, 3, 16))
+        request.sampling = msgspec.structs.replace(request.sampling, output_interval=interval)
 
 
 def _gather(random: Random, requests: list[Request]) -> None:

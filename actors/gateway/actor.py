@@ -39,6 +39,7 @@ def build(context: NodeContext) -> tuple[ActorSpec, ...]:
         tokenizer=tokenizer,
         seeds=SeedCounter(options.seed, config.incarnation),
         clock=time.time,
+        stream_interval=options.stream_interval,
     )
     server.start(make_app(service))
     context.on_close(server.stop)

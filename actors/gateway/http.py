@@ -39,7 +39,10 @@ LONG_BODY_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. ``length_max`` serves while no instance has said its own; ``clock`` gives seconds."""
+    """What the handlers need. ``length_max`` serves while no instance has said its own; ``clock`` gives seconds.
+
+    ``stream_interval`` is how many tokens of a streamed answer may come together, after its first.
+    """
 
     model: str
     version: str
@@ -49,6 +52,7 @@ class Service:
     tokenizer: CheckpointTokenizer
     seeds: SeedCounter
     clock: Callable[[], float]
+    stream_interval: int = 1
 
 
 def make_app(service: Service) -> Starlette:
@@ -112,6 +116,7 @@ class _Handlers:
             request_id=request_id,
             seed=service.seeds.next(),
             length_max=service.edge.length_max or service.length_max,
+            stream_interval=service.stream_interval,
         )
         return plan, Heading(request_id, service.model, int(service.clock()))
 

@@ -31,7 +31,9 @@ class GatewayMetrics:
 
         self._ttft = histogram("time_to_first_token", "Arrival to first token", _LONG_S)
         self._tpot = histogram("time_per_output_token", "Mean time per token after the first, per request", _SHORT_S)
-        self._itl = histogram("inter_token_latency", "Time between deliveries of one request", _SHORT_S)
+        self._itl = histogram(
+            "inter_token_latency", "Time between tokens of one request; those delivered together share it", _SHORT_S
+        )
         self._e2e = histogram("request", "Arrival to end", _LONG_S)
         self._handoff = histogram("handoff", "First token sampled to request in the decode queue", _SHORT_S)
         self._restore = histogram("restore", "First token known to the decode instance to caches restored", _SHORT_S)
@@ -67,8 +69,7 @@ class GatewayMetrics:
         """Count what the machine just did. The node's thread."""
         match job:
             case DeliverTokens():
-                (self._ttft if job.first_index == 0 else self._itl).observe(job.waited_ms / 1000)
-                self._output_tokens.inc(len(job.token_ids))
+                self._observe_tokens(job)
             case DeliverEnd():
                 self._observe_end(job)
             case DeliverRefusal():
@@ -77,6 +78,15 @@ class GatewayMetrics:
                 self._observe_instances(job)
             case PublishLoad():
                 self._observe_load(job.heartbeat)
+
+    def _observe_tokens(self, job: DeliverTokens) -> None:
+        count = len(job.token_ids)
+        self._output_tokens.inc(count)
+        if job.first_index == 0:
+            self._ttft.observe(job.waited_ms / 1000)
+            return
+        for _ in range(count):
+            self._itl.observe(job.waited_ms / 1000 / count)
 
     def _observe_end(self, job: DeliverEnd) -> None:
         timings, usage, phases = job.timings, job.usage, job.timings.phases

@@ -29,6 +29,9 @@ SAMPLES_MAX = 1024
 STOPS_MAX = 16
 TOKEN_ID_DIGITS_MAX = 10
 REQUEST_ID_LENGTH_MAX = 128
+WHOLE_INTERVAL = 16
+"""Tokens of an answer that is not streamed which come to the gateway together: nobody reads them before its end, and no
+more of them have to be made again when an instance dies."""
 
 _RANGES: dict[str, tuple[float, float, float]] = {
     "temperature": (0.0, 2.0, 1.0),
@@ -139,10 +142,12 @@ def make_plan(
     request_id: str,
     seed: int,
     length_max: int,
+    stream_interval: int = 1,
 ) -> Plan:
     """Check everything and cut the request into samples.
 
-    ``seed`` serves when the client gave none; ``length_max`` is the longest prompt plus output that can be served.
+    ``seed`` serves when the client gave none; ``length_max`` is the longest prompt plus output that can be served;
+    ``stream_interval`` is how many tokens of a streamed answer may come together.
     Raises ``ApiError`` 400 that names the parameter.
     """
     n, best_of = _check_counts(body, len(prompts))
@@ -151,12 +156,14 @@ def make_plan(
     echo = isinstance(body, CompletionBody) and body.echo
     longest = max(len(prompt.token_ids) for prompt in prompts)
     max_tokens = _check_length(body, longest, length_max)
+    stops = _check_stops(body.stop)
     sampling = _sampling(
         body,
         tokenizer,
         max_tokens=max(max_tokens, 1),
         logprobs=max(logprobs, 0 if best_of > n else -1),
         prompt_logprobs=max(prompt_logprobs, logprobs if echo else -1),
+        output_interval=stream_interval if body.stream else 1 if stops else WHOLE_INTERVAL,
     )
     samples: list[Sample] = []
     for prompt_index, prompt in enumerate(prompts):
@@ -177,7 +184,7 @@ def make_plan(
         best_of=best_of,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        stops=_check_stops(body.stop),
+        stops=stops,
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         echo=echo,
@@ -238,7 +245,13 @@ def _check_length(body: CompletionBody | ChatBody, prompt_length: int, length_ma
 
 
 def _sampling(
-    body: GenerationBody, tokenizer: CheckpointTokenizer, *, max_tokens: int, logprobs: int, prompt_logprobs: int
+    body: GenerationBody,
+    tokenizer: CheckpointTokenizer,
+    *,
+    max_tokens: int,
+    logprobs: int,
+    prompt_logprobs: int,
+    output_interval: int,
 ) -> SamplingParams:
     recommended = tokenizer.sampling_defaults
     ranged = {
@@ -270,6 +283,7 @@ def _sampling(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        output_interval=output_interval,
     )
 
 

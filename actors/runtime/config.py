@@ -29,6 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     threads_per_rank: int = 0  # 0: the host's cores shared evenly among the ranks
     seed: int = 0
+    stream_interval: int = 1  # tokens per event of a stream, after its first
 
     # scheduling
     block_size: int = 16

@@ -18,19 +18,30 @@ def ms_between(start_ns: int, end_ns: int) -> float:
 
 
 def stream_tokens(out: Outbox, reply_to: str, epoch: int, outcome: Outcome) -> None:
-    """The tokens of one step, under the epoch of the attempt that makes them."""
-    if outcome.token_ids:
-        out.send(
-            reply_to,
-            Generation(
-                request_id=outcome.sequence.request_id,
-                epoch=epoch,
-                first_index=outcome.first_index,
-                token_ids=outcome.token_ids,
-                logprobs=outcome.logprobs,
-                prompt_logprobs=outcome.prompt_logprobs,
-            ),
-        )
+    """Tokens of a step and those kept back before, under the epoch of the attempt that makes them.
+
+    They are kept back until ``output_interval`` of them are there; the first one and the last ones never are.
+    """
+    sequence = outcome.sequence
+    sequence.untold_logprobs += outcome.logprobs
+    first_index, count = sequence.told, len(sequence.output)
+    may_wait = first_index > 0 and outcome.reason is None
+    if count == first_index or (may_wait and count - first_index < sequence.sampling.output_interval):
+        return
+    logprobs = tuple(sequence.untold_logprobs)
+    sequence.untold_logprobs.clear()
+    sequence.told = count
+    out.send(
+        reply_to,
+        Generation(
+            request_id=sequence.request_id,
+            epoch=epoch,
+            first_index=first_index,
+            token_ids=tuple(sequence.output[first_index:]),
+            logprobs=logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+        ),
+    )
 
 
 def fail_request(

@@ -13,6 +13,8 @@ import httpx
 import msgspec
 import pytest
 
+from actors.gateway.jobs import DeliverTokens
+from actors.gateway.metrics import GatewayMetrics
 from tests.gateway.fake_cluster import WAIT_S, FakeCluster
 
 COMPLETIONS = "/v1/completions"
@@ -385,6 +387,16 @@ def test_metrics_tell_about_requests_tokens_times_and_speculation(client: httpx.
     assert float(lines["kvferry_decode_steps_total"]) == 4
     assert float(lines["kvferry_speculation_accepted_length_count"]) == 2
     assert float(lines['kvferry_instances{role="DECODE"}']) == 1
+
+
+def test_tokens_that_are_delivered_together_share_the_time_since_those_before() -> None:
+    metrics = GatewayMetrics()
+    for first_index, token_ids in ((0, (5,)), (1, (6, 7, 8, 9))):
+        job = DeliverTokens(ticket=1, sample=0, first_index=first_index, token_ids=token_ids, waited_ms=400.0)
+        metrics.observe(job)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if not line.startswith("#"))
+    assert float(lines["kvferry_inter_token_latency_seconds_count"]) == 4
+    assert float(lines["kvferry_inter_token_latency_seconds_sum"]) == pytest.approx(0.4)
 
 
 def test_the_application_serves_any_asgi_server(cluster: FakeCluster) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from actors.gateway.errors import ApiError
-from actors.gateway.parameters import Plan, chat_prompt, check_request_id, completion_prompts, make_plan
+from actors.gateway.parameters import (
+    WHOLE_INTERVAL,
+    Plan,
+    chat_prompt,
+    check_request_id,
+    completion_prompts,
+    make_plan,
+)
 from actors.gateway.schema import ACCEPTED_WITHOUT_EFFECT, UNSUPPORTED, ChatBody, CompletionBody, parse_body
 from actors.gateway.seeds import SeedCounter, mix, sample_seeds
 from actors.gateway.tokenizer import CheckpointTokenizer
@@ -22,7 +29,14 @@ def tokenizer(checkpoint: Path) -> CheckpointTokenizer:
     return CheckpointTokenizer(checkpoint)
 
 
-def plan(tokenizer: CheckpointTokenizer, *, chat: bool = False, length_max: int = 64, **fields: Any) -> Plan:
+def plan(
+    tokenizer: CheckpointTokenizer,
+    *,
+    chat: bool = False,
+    length_max: int = 64,
+    stream_interval: int = 1,
+    **fields: Any,
+) -> Plan:
     data = json.dumps(({"messages": TALK} if chat else {"prompt": "the quick"}) | fields).encode()
     body: CompletionBody | ChatBody
     if chat:
@@ -31,7 +45,9 @@ def plan(tokenizer: CheckpointTokenizer, *, chat: bool = False, length_max: int 
     else:
         body = parse_body(data, CompletionBody)
         prompts = completion_prompts(body, tokenizer)
-    return make_plan(body, prompts, tokenizer, request_id="r", seed=99, length_max=length_max)
+    return make_plan(
+        body, prompts, tokenizer, request_id="r", seed=99, length_max=length_max, stream_interval=stream_interval
+    )
 
 
 def refusal(tokenizer: CheckpointTokenizer, **fields: Any) -> ApiError:
@@ -249,3 +265,16 @@ def test_seeds_repeat_with_the_server_s_seed_and_differ_otherwise() -> None:
     assert len(set(seeds) | {other.next() for _ in range(100)}) == 200
     assert len(set(sample_seeds(3, 50))) == 50
     assert all(0 <= mix(3, k) < 2**63 for k in range(50))
+
+
+def test_tokens_that_nobody_reads_before_the_end_come_in_groups_unless_text_may_end_the_answer(
+    tokenizer: CheckpointTokenizer,
+) -> None:
+    def interval(**fields: Any) -> int:
+        return plan(tokenizer, **fields).samples[0].sampling.output_interval
+
+    assert interval() == interval(chat=True) == WHOLE_INTERVAL
+    assert interval(stop="x") == 1
+    assert interval(stream=True) == interval(stream=True, stop="x") == 1
+    assert interval(stream=True, stream_interval=4) == 4
+    assert interval(stream_interval=4) == WHOLE_INTERVAL

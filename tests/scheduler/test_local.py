@@ -449,3 +449,38 @@ def test_a_request_about_which_a_message_cannot_be_encoded_fails_and_frees_what_
     harness.run()
     assert [one.request_id for one in harness.take(Generation)] == ["b"]
     check_idle(harness.machine)
+
+
+def test_an_answer_that_nobody_reads_yet_comes_in_groups_its_first_and_last_tokens_at_once() -> None:
+    harness = Harness()
+    harness.tell(submit("a", 4, max_tokens=9, output_interval=3, logprobs=0))
+    logprobs = [TokenLogprobs(token_id=token, logprob=-float(token)) for token in range(11, 20)]
+    told: list[list[Generation]] = []
+    for entry in logprobs:
+        harness.step({"a": (entry.token_id,)}, logprobs=(entry,))
+        told.append(harness.take(Generation))
+    assert [[len(each.token_ids) for each in step] for step in told] == [[1], [], [], [3], [], [], [3], [], [2]]
+    flat = [each for step in told for each in step]
+    assert [each.first_index for each in flat] == [0, 1, 4, 7]
+    assert [token for each in flat for token in each.token_ids] == list(range(11, 20))
+    assert [entry for each in flat for entry in each.logprobs] == logprobs
+    assert harness.one(Finished).usage.completion_tokens == 9
+    check_idle(harness.machine)
+
+
+def test_a_group_survives_preemption_and_goes_on_after_what_an_earlier_attempt_delivered() -> None:
+    harness = Harness(block_count=4, slot_count=2)
+    harness.tell(submit("a", 4, max_tokens=8, output_interval=2))
+    harness.tell(submit("b", 4, max_tokens=8, output_interval=16, delivered_token_ids=(1004, 1005)))
+    harness.run()
+    generations = harness.take(Generation)
+    indices = {
+        name: [(each.first_index, len(each.token_ids)) for each in generations if each.request_id == name]
+        for name in "ab"
+    }
+    assert harness.machine.status(0)[0] and dict(harness.machine.status(0)[0])["preempted"] > 0
+    assert indices == {"a": [(0, 1), (1, 2), (3, 2), (5, 2), (7, 1)], "b": [(2, 6)]}
+    assert all(
+        token == 1004 + each.first_index + offset for each in generations for offset, token in enumerate(each.token_ids)
+    )
+    check_idle(harness.machine)
