@@ -58,7 +58,7 @@ def test_a_decode_instance_without_blocks_for_all_repeats_every_token(undisturbe
 
 
 def test_a_stream_goes_on_with_the_same_tokens_when_its_decode_instance_dies(undisturbed: list[list[int]]) -> None:
-    with serving("P2/D1x2", faults="kill sent=Generation nth=12 node=d0.ctl", drain_timeout_ms=3_000) as cluster:
+    with serving("P2/D1x2", faults="kill sent=Generation nth=4 node=d0.ctl", drain_timeout_ms=3_000) as cluster:
         answers = answers_of(cluster)
     assert max(answer["kvferry"]["attempts"] for answer in answers) > 1
     assert tokens_of(answers) == undisturbed
