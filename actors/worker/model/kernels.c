@@ -23,7 +23,7 @@ typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define SHARE 16 /* groups of four rows of a matrix that a thread takes at a time */
 #define TILE 64  /* context positions whose scores are kept at a time */
-#define AHEAD 12 /* positions from a key that is used to the one that is fetched: rows are too short for the hardware */
+#define AHEAD 12 /* rows of KEY or of a state from the one in use to the one fetched: too short for the hardware */
 
 typedef struct {
     i64 threads, rows, width;
@@ -77,13 +77,14 @@ INLINE float dot(const float *a, const float *b, i64 n) {
 }
 
 /* Products of four rows w[0..3] with `count` (1 to 3, a constant) vectors x, x + x_stride, …, all of length n:
- * y[t * y_stride + 0..3]. Meanwhile rows [from, to) of the four at `ahead` are fetched. */
+ * y[t * y_stride + 0..3]. Meanwhile `share` / 64 cache lines for every 16 values are fetched from `ahead` on, one
+ * behind the other: memory never waits for arithmetic. */
 INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64 n, int count, float *y, i64 y_stride,
-                      const float *ahead, i64 from, i64 to) {
+                      const float *ahead, i64 share) {
     v8 sums[3][4];
     for (int t = 0; t < count; t++)
         for (int r = 0; r < 4; r++) sums[t][r] = (v8){0};
-    i64 k = 0;
+    i64 k = 0, due = 0, fetched = 0;
     for (; k + 16 <= n; k += 16) {
         for (i64 half = k; half < k + 16; half += 8) {
             v8 first = load(x + half), second = first, third = first;
@@ -96,7 +97,7 @@ INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64
                 if (count > 2) sums[2][r] += row * third;
             }
         }
-        for (i64 r = from; r < to; r++) __builtin_prefetch(ahead + r * n + k, 0, 3);
+        for (due += share; fetched < due / 64; fetched++) __builtin_prefetch(ahead + fetched * 16, 0, 3);
     }
     for (int t = 0; t < count; t++) {
         _mm_storeu_ps(y + t * y_stride, sums4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
@@ -105,21 +106,20 @@ INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64
     }
 }
 
-/* The same for any number of vectors, three at a time. The first passes share the fetching of `ahead` (or NULL). */
+/* The same for any number of vectors, three at a time. The passes share the fetching of the four rows at `ahead` (or
+ * NULL) evenly. */
 INLINE void four_rows_all(const float *const w[4], const float *x, i64 x_stride, i64 n, i64 vectors, float *y,
                           i64 y_stride, const float *ahead) {
-    i64 passes = (vectors + 2) / 3, share = !ahead ? 0 : passes >= 4 ? 1 : (3 + passes) / passes, from = 0;
+    i64 passes = (vectors + 2) / 3, share = ahead ? (4 * 64 + passes - 1) / passes : 0;
     for (i64 t = 0; t < vectors; t += 3) {
-        i64 to = from + share < 4 ? from + share : 4;
-        const float *own = x + t * x_stride;
+        const float *own = x + t * x_stride, *next = ahead ? ahead + t / 3 * (n / 16 * share / 64) * 16 : NULL;
         float *out = y + t * y_stride;
         if (vectors - t >= 3)
-            four_rows(w, own, x_stride, n, 3, out, y_stride, ahead, from, to);
+            four_rows(w, own, x_stride, n, 3, out, y_stride, next, share);
         else if (vectors - t == 2)
-            four_rows(w, own, x_stride, n, 2, out, y_stride, ahead, from, to);
+            four_rows(w, own, x_stride, n, 2, out, y_stride, next, share);
         else
-            four_rows(w, own, x_stride, n, 1, out, y_stride, ahead, from, to);
-        from = to;
+            four_rows(w, own, x_stride, n, 1, out, y_stride, next, share);
     }
 }
 
@@ -427,19 +427,21 @@ INLINE void normalise(const float *x, float eps, i64 n, float *unit) {
 INLINE void read_state(const float *state, const float *key, const float *query, i64 dk, i64 dv, float *remembered,
                        float *answered) {
     i64 d = 0;
-    for (; d + 16 <= dv; d += 16) {
-        v8 sums[4] = {{0}};
+    for (; d + 32 <= dv; d += 32) { /* as many columns as registers hold sums of: whole lines, side by side */
+        v8 remembers[4] = {{0}}, answers[4] = {{0}};
         for (i64 i = 0; i < dk; i++) {
-            v8 low = load(state + i * dv + d), high = load(state + i * dv + d + 8);
-            sums[0] += key[i] * low;
-            sums[1] += key[i] * high;
-            sums[2] += query[i] * low;
-            sums[3] += query[i] * high;
+            const float *row = state + i * dv;
+            if (d == 0 && i + AHEAD < dk) fetch(row + AHEAD * dv, dv);
+            for (int c = 0; c < 4; c++) {
+                v8 values = load(row + d + 8 * c);
+                remembers[c] += key[i] * values;
+                answers[c] += query[i] * values;
+            }
         }
-        *(v8 *)(remembered + d) = sums[0];
-        *(v8 *)(remembered + d + 8) = sums[1];
-        *(v8 *)(answered + d) = sums[2];
-        *(v8 *)(answered + d + 8) = sums[3];
+        for (int c = 0; c < 4; c++) {
+            *(v8 *)(remembered + d + 8 * c) = remembers[c];
+            *(v8 *)(answered + d + 8 * c) = answers[c];
+        }
     }
     for (; d < dv; d++) {
         remembered[d] = answered[d] = 0;
@@ -503,7 +505,7 @@ static void delta(const Delta *layer, const Step *step, const float *x, float *y
             convolve(layer, step, row, channels * thread / threads, channels * (thread + 1) / threads, packed,
                      windows + row * window_rows * channels, convolved);
 #pragma omp barrier
-#pragma omp for schedule(static) collapse(2)
+#pragma omp for schedule(dynamic, 1) collapse(2)
         for (i64 row = 0; row < rows; row++)
             for (i64 head = 0; head < layer->value_heads; head++)
                 rule(layer, step, row, head, packed, convolved, mixed, locals + thread * rule_scratch(layer));
