@@ -64,6 +64,15 @@ def test_a_value_that_is_not_finite_shows_in_its_own_row_only(library: ctypes.CD
     assert torch.isnan(product[3]).all() and torch.isfinite(product[[0, 1, 2, 4, 5, 6, 7]]).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (1024, 512), (1025, 1027)])
+def test_a_weight_in_huge_pages_is_the_same_weight(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape[1], shape[0]).t()  # not contiguous
+    copy = kernels.in_huge_pages(weight)
+    assert torch.equal(copy, weight) and copy.is_contiguous()
+    weight.zero_()
+    assert copy.abs().sum() > 0, "the copy shares the original's memory"
+
+
 def _run(model_dir: Path, tp_size: int, depth: int) -> tuple[list[list[int]], list[torch.Tensor], int]:
     """Tokens, every rank's caches, and how many drafts were accepted."""
     with LocalEngine(model_dir, tp_size, speculative_tokens=depth) as engine:

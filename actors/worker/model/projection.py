@@ -35,6 +35,7 @@ class Projection:
             return
         self._kernels = kernels.library()
         if self._kernels is not None:
+            self.plain = kernels.in_huge_pages(weight)
             self._blocked = _blocked(weight) if two_layouts else None
             return
         self._blocked = _blocked(weight)

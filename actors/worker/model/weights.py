@@ -156,7 +156,10 @@ class _Loader:
         embedding = self._read("embed_tokens.weight", shape, rows=[rows])
         head = embedding if config.tied_embeddings else self._read("lm_head.weight", shape, rows=[rows])
         norm = self._norm("norm.weight")
-        return ModelWeights(embedding, self._project(head), rows[0], layers, norm, draft)
+        lm_head = self._project(head)
+        if config.tied_embeddings and lm_head.plain is not None:
+            embedding = lm_head.plain  # one copy of it, wherever the projection keeps its own
+        return ModelWeights(embedding, lm_head, rows[0], layers, norm, draft)
 
     def layer(self, prefix: str, attention: bool) -> LayerWeights:
         config = self._config
