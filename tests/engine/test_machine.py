@@ -314,6 +314,23 @@ def test_a_row_that_failed_on_one_rank_only_ends_the_instance_when_a_step_was_se
         assert "out of memory" in harness.failures[0].reason and "rank 1" in harness.failures[0].reason
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_step_behind_a_broken_one_brings_is_dropped(silent: bool) -> None:
+    harness = Harness()
+    harness.tell(batch(1))
+    harness.tell(batch(2))
+    harness.tell(result(0, 2))
+    if silent:
+        harness.fire("step")
+    else:
+        harness.tell(StepFailed(step=1, incarnation=1, rank=1, reason="peer left the collective"))
+    assert harness.one(StepFailed).step == 1
+    for message in (result(1, 2), result(0, 1), result(1, 1)):
+        harness.tell(message)
+    harness.none(BatchResult)
+    assert len(harness.failures) == 1
+
+
 def test_late_results_and_doubled_commands_change_nothing() -> None:
     harness = Harness()
     harness.tell(batch(1))

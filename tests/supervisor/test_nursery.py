@@ -97,6 +97,22 @@ def test_a_nursery_that_hangs_does_not_keep_the_tree_from_stopping(monkeypatch: 
     assert_nothing_left(*started(cluster))
 
 
+def test_loading_torch_loads_no_extension_of_a_device_before_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tmp_path / "loaded"
+    (tmp_path / "pretended_npu.py").write_text(f"def autoload():\n    open({str(loaded)!r}, 'w').close()\n")
+    about = tmp_path / "pretended_npu-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pretended_npu\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\npretended_npu = pretended_npu:autoload\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    with Cluster(options(), factories=FACTORIES | {"rank": ("tests.supervisor.loads_torch:build_rank",)}):
+        pass
+    assert not loaded.exists()
+
+
 @pytest.mark.parametrize("what", ["fork", "pidfd", "descriptor"])
 def test_a_process_that_cannot_be_forked_is_one_refusal_and_the_nursery_goes_on(
     monkeypatch: pytest.MonkeyPatch, what: str

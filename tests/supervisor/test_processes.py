@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ import msgspec
 import psutil
 import pytest
 
-from actors.runtime.config import ConfigError, Options
+from actors.runtime.config import ConfigError, NodeConfig, Options
 from actors.runtime.machine import Effect
 from actors.runtime.nursery import NODE_MODULE, NURSERY_MODULE
 from actors.supervisor.machine import SupervisorMachine
+from actors.supervisor.processes import ProcessExecutor, _Process
 from actors.supervisor.run_dir import clean_dead_runs, make_run_dir
 from scripts.cluster import Cluster, ClusterError
 from tests.supervisor.dummies import FACTORIES, HERE, URL
@@ -254,3 +257,43 @@ def test_directory_of_a_dead_run_is_reused(tmp_path: Path) -> None:
     run = make_run_dir(str(path))
     assert [entry.name for entry in path.iterdir()] == ["owner.json"]
     run.remove()
+
+
+class LateSelector(selectors.DefaultSelector):
+    """Tells one event more: of a descriptor that was closed after the system had reported it."""
+
+    late: selectors.SelectorKey | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        late, self.late = self.late, None
+        return ready if late is None else [(late, selectors.EVENT_READ), *ready]
+
+
+def test_an_event_of_a_closed_descriptor_is_nothing_to_the_next_owner_of_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selectors, "DefaultSelector", LateSelector)
+    heard = threading.Event()
+    run_dir = make_run_dir()
+    executor = ProcessExecutor(run_dir, lambda line: heard.set())
+    selector = executor._selector
+    assert isinstance(selector, LateSelector)
+    read, write = os.pipe2(os.O_NONBLOCK)
+
+    def process(node: str) -> _Process:
+        config = NodeConfig(node=node, incarnation=1, run_id="", run_dir="", options=options(), factories=())
+        return _Process(config, lambda to, message: None, lambda message: None, read)
+
+    gone, here = process("p0.r0"), process("d0.r0")
+    try:
+        os.write(write, b"its own words\n")
+        selector.late = selectors.SelectorKey(read, read, selectors.EVENT_READ, gone)
+        selector.register(read, selectors.EVENT_READ, here)
+        assert heard.wait(START_S)
+    finally:
+        executor.close()
+        run_dir.remove()
+        os.close(read)
+        os.close(write)
+    assert (list(gone.last_lines), list(here.last_lines)) == ([], ["its own words"])

@@ -191,6 +191,29 @@ def test_a_step_that_breaks_says_why_in_one_line_and_where_in_the_nodes_log(
     assert node.logged == ["loaded", "step_failed"]
 
 
+def test_a_step_queued_behind_one_that_broke_is_not_run_and_fails_as_that_one_did(
+    nodes: list[Node], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(options(model_dir))
+    nodes.append(node)
+    node.run(LoadModel())
+    begun: list[int] = []
+
+    def breaks_once(*arguments: Any) -> None:
+        begun.append(len(begun))
+        raise RuntimeError("the first step broke" if len(begun) == 1 else "another step was run")
+
+    monkeypatch.setattr("actors.worker.runner.RankModel.forward", breaks_once)
+    for number in (1, 2, 3):
+        node.submit(step([5, 6, 7], number))
+    failed = [node.result() for _ in range(3)]
+    assert all(isinstance(message, StepFailed) for message in failed)
+    assert [(f.step, f.reason) for f in failed if isinstance(f, StepFailed)] == [
+        (number, "RuntimeError: the first step broke") for number in (1, 2, 3)
+    ]
+    assert begun == [0]
+
+
 def test_a_configuration_that_cannot_work_is_a_fatal_refusal(
     nodes: list[Node], model_dir: Path, tmp_path: Path
 ) -> None:
