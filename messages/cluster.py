@@ -118,12 +118,16 @@ class PeerLinked(Message, frozen=True, kw_only=True):
 
 
 class LinkFailed(Message, frozen=True, kw_only=True):
-    """Transfer → engine → scheduler: the plan was refused or a region could not be mapped."""
+    """Transfer → engine → scheduler: the plan was refused, a region could not be mapped, or a rank said nothing.
+
+    ``final``: these two lives can never be linked (their layouts do not fit), so nobody need try again.
+    """
 
     instance: str
     incarnation: int
     rank: int
     reason: str
+    final: bool = False
 
 
 class UnlinkPeer(Message, frozen=True, kw_only=True):

@@ -49,14 +49,14 @@ def run(
 ) -> dict[str, Any]:
     """Measure and compare. ``prefill_ratio``, ``decode_alone_ratio`` and ``decode_batch_ratio`` are ours / theirs.
 
-    ``against`` "" measures this system only; ``in_process`` the model runner without a cluster (TP1 only).
+    ``against`` "none" measures this system only; ``in_process`` the model runner without a cluster (TP1 only).
     ``threads`` is for all of a topology's ranks together, as it is for transformers. ``stream_interval`` is how many
     tokens come to the client together; transformers gives all of them at the end.
     """
     if in_process and topology.upper() != "TP1":
         raise ConfigError(f"topology {topology!r} cannot be measured inside one process; allowed: 'TP1'")
-    if against not in ("", "transformers"):
-        raise ConfigError(f"against {against!r} is not known; allowed: 'transformers', ''")
+    if against not in ("none", "transformers"):
+        raise ConfigError(f"against {against!r} is not known; allowed: 'transformers', 'none'")
     torch.set_num_threads(threads)
     model_dir = str(resolve_model(model))
     length = prompt_tokens + output_tokens
@@ -71,7 +71,7 @@ def run(
                 "stream_interval": stream_interval,
             }
             ours = stack.enter_context(ServedRates(msgspec.structs.replace(options, **changes))).measure
-        theirs = measure_transformers(model_dir, dtype) if against else None
+        theirs = measure_transformers(model_dir, dtype) if against == "transformers" else None
         generator = torch.Generator().manual_seed(seed)
         vocab = plan_rank(WorkerSettings(model_dir=model_dir, block_count=1, slot_count=1)).config.vocab_size
         prompts = torch.randint(0, vocab, (sequences, prompt_tokens), generator=generator).tolist()

@@ -205,7 +205,7 @@ def bench_messaging(as_json: bool) -> None:
 @bench.command("generate")
 @click.option("--model", default="demo", show_default=True)
 @click.option("--topology", default="TP1", show_default=True)
-@click.option("--against", type=click.Choice(["transformers"]), default="transformers", show_default=True)
+@click.option("--against", type=click.Choice(["transformers", "none"]), default="transformers", show_default=True)
 @click.option("--prompt-tokens", default=512, show_default=True)
 @click.option("--output-tokens", default=64, show_default=True)
 @click.option("--threads", default=2, show_default=True)

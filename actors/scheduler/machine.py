@@ -293,9 +293,7 @@ class SchedulerMachine:
             slots_free=pool.slots.free_count if pool is not None else 0,
             slots_total=pool.slots.count if pool is not None else 0,
             view_version=self.membership.view_version,
-            links=tuple(
-                report for peer in self.peers if (report := peer.link_report(own.link_attempts_max)) is not None
-            ),
+            links=tuple(report for peer in self.peers if (report := peer.link_report()) is not None),
         )
 
     @staticmethod

@@ -137,6 +137,7 @@ class Membership:
             return
         peer.state = LinkState.BROKEN
         peer.link_error = message.reason
+        peer.link_given_up = message.final or peer.link_attempts >= self._settings.link_attempts_max
         self._out.note(
             "error",
             "link refused",
@@ -145,11 +146,11 @@ class Membership:
             attempt=peer.link_attempts,
             reason=message.reason,
         )
-        if peer.link_attempts < self._settings.link_attempts_max:
-            delay_ms = self._settings.link_retry_ms * 2 ** (peer.link_attempts - 1)
-            self._out.start_instance_timer("link", message.instance, message.incarnation, delay_ms)
-        else:
+        if peer.link_given_up:
             self._beat()
+            return
+        delay_ms = self._settings.link_retry_ms * 2 ** (peer.link_attempts - 1)
+        self._out.start_instance_timer("link", message.instance, message.incarnation, delay_ms)
 
     def _on_instance_timer(self, message: InstanceTimer) -> bool:
         match message.purpose:

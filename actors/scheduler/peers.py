@@ -1,6 +1,7 @@
 """The instances this one hands requests to, or gets them from: which are linked, and whose turn it is.
 
-A peer is LINKING (the engine maps its caches), LINKED or BROKEN (the link was refused as often as it is tried). A peer
+A peer is LINKING (the engine maps its caches), LINKED or BROKEN (the link was refused; it is tried again unless that
+cannot help or was tried often enough). A peer
 that left the registry's view is *unlisted*: it gets no new work but is not dead. A peer that let an offer time out is
 *silent* until it says anything: it is asked only when nobody else can be, one offer at a time, so that a stuck decode
 instance holds up nothing that another could take (C25).
@@ -32,14 +33,15 @@ class Peer:
     listed: bool = True
     link_attempts: int = 1
     link_error: str = ""
+    link_given_up: bool = False
     silent: bool = False
     unanswered: int = 0  # offers it has not answered
 
-    def link_report(self, attempts_max: int) -> LinkReport | None:
+    def link_report(self) -> LinkReport | None:
         """How the link came out; None while it is being made or will be tried again."""
         if self.state is LinkState.LINKED:
             return LinkReport(instance=self.info.instance, incarnation=self.info.incarnation)
-        if self.state is LinkState.BROKEN and self.link_attempts >= attempts_max:
+        if self.state is LinkState.BROKEN and self.link_given_up:
             return LinkReport(
                 instance=self.info.instance, incarnation=self.info.incarnation, refused=self.link_error or "no reason"
             )

@@ -235,7 +235,7 @@ class TransferMachine:
         try:
             _, job = self.links.propose(sender, message)
         except PlanRefused as refusal:
-            return [self._link_failed(sender, peer.instance, peer.incarnation, str(refusal))]
+            return [self._link_failed(sender, peer.instance, peer.incarnation, str(refusal), final=True)]
         return [Run(job)]
 
     def _on_peer_mapped(self, message: PeerMapped) -> list[Effect]:
@@ -275,5 +275,6 @@ class TransferMachine:
     def _linked(self, link: PeerLink) -> PeerLinked:
         return PeerLinked(instance=link.instance, incarnation=link.incarnation, rank=self.links.rank)
 
-    def _link_failed(self, to: str, instance: str, incarnation: int, reason: str) -> Send:
-        return Send(to, LinkFailed(instance=instance, incarnation=incarnation, rank=self.links.rank, reason=reason))
+    def _link_failed(self, to: str, instance: str, incarnation: int, reason: str, *, final: bool = False) -> Send:
+        rank = self.links.rank
+        return Send(to, LinkFailed(instance=instance, incarnation=incarnation, rank=rank, reason=reason, final=final))

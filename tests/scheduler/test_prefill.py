@@ -716,6 +716,22 @@ def test_a_refused_link_is_tried_again_with_growing_delays_and_then_left() -> No
     ask(harness)
 
 
+def test_a_link_that_can_never_be_made_is_given_up_at_once() -> None:
+    harness = Harness("PREFILL", "p0")
+    harness.tell(
+        ClusterView(version=2, registry_incarnation=1, instances=(info("p0", "PREFILL"), info("d0", "DECODE")))
+    )
+    harness.one(LinkPeer)
+    harness.tell(LinkFailed(instance="d0", incarnation=1, rank=0, reason="block sizes differ", final=True))
+    assert not harness.has_timer("link")
+    assert [beat.links for beat in harness.take(Heartbeat)][-1] == (
+        LinkReport(instance="d0", incarnation=1, refused="block sizes differ"),
+    )
+    newer = info("d0", "DECODE", incarnation=2)
+    harness.tell(ClusterView(version=3, registry_incarnation=1, instances=(info("p0", "PREFILL"), newer)))
+    assert harness.one(LinkPeer).peer.incarnation == 2, "another life may fit"
+
+
 def test_status_says_what_each_request_waits_for() -> None:
     harness = prefill()
     harness.tell(submit("a"))
