@@ -4,71 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.gateway.edge import Delta, SampleStream, TicketStream
+from actors.gateway.edge import Delta, SampleStream
 from actors.gateway.parameters import Plan
-from actors.gateway.responses import (
-    Heading,
-    TokenNames,
-    chosen,
-    extend_whole,
-    measured,
-    prompt_logprobs,
-    shown,
-    usage,
-)
+from actors.gateway.responses import Heading, Responder, shown
 from actors.gateway.tokenizer import CheckpointTokenizer
 from messages.requests import TokenLogprobs
 
 
-class CompletionResponder:
+class CompletionResponder(Responder):
     """One request's answers. With ``echo`` the prompt's text, and its tokens' log-probabilities, come first."""
 
+    WHOLE = CHUNK = "text_completion"
+
     def __init__(self, plan: Plan, heading: Heading, tokenizer: CheckpointTokenizer) -> None:
-        self._plan = plan
-        self._heading = heading
+        super().__init__(plan, heading, tokenizer)
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer)
-        self._begun: set[int] = set()  # choices of which a chunk was sent
-        self._ended: set[int] = set()
         self._prompt_texts = [self._prompt_text(index) for index in range(len(plan.prompts))] if plan.echo else []
 
-    def whole(self, stream: TicketStream) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
-        samples = chosen(self._plan, stream)
-        choices = [self._choice(index, sample, sample.total, True) for index, sample in enumerate(samples)]
-        answer = self._heading.object("text_completion") | {"choices": choices, "usage": usage(self._plan, stream)}
-        extend_whole(answer, self._plan, samples)
-        return answer
+    def _whole_choice(self, index: int, sample: SampleStream) -> dict[str, Any]:
+        return self._choice(index, sample, sample.total, True)
 
-    def chunks(self, stream: TicketStream) -> list[dict[str, Any]]:
-        """Chunks for what is new."""
-        chunks = []
-        for index, sample in enumerate(stream.samples):
-            if index in self._ended:
-                continue
-            delta = sample.take()
-            ends = sample.end is not None
-            wanted = delta.token_ids and (self._plan.logprobs >= 0 or self._plan.return_token_ids)
-            if not (ends or delta.text or wanted):
-                continue
-            first = index not in self._begun
-            self._begun.add(index)
-            chunk = self._heading.object("text_completion")
-            chunk["choices"] = [self._choice(index, sample, delta, first)]
-            if self._plan.include_usage:
-                chunk["usage"] = None
-            if ends:
-                self._ended.add(index)
-                if self._plan.return_token_ids:
-                    chunk["kvferry"] = measured(sample)
-            chunks.append(chunk)
-        return chunks
-
-    def last_chunk(self, stream: TicketStream) -> dict[str, Any] | None:
-        """Usage, if it was asked for."""
-        if not self._plan.include_usage:
-            return None
-        return self._heading.object("text_completion") | {"choices": [], "usage": usage(self._plan, stream)}
+    def _new_choices(self, index: int, sample: SampleStream, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        return [self._choice(index, sample, delta, first)]
 
     def _choice(self, index: int, sample: SampleStream, delta: Delta, first: bool) -> dict[str, Any]:
         plan = self._plan
@@ -81,7 +38,7 @@ class CompletionResponder:
             "stop_reason": sample.stop_reason,
         }
         if first and plan.prompt_logprobs >= 0:
-            choice["prompt_logprobs"] = prompt_logprobs(self._names, sample.prompt_logprobs, plan.prompt_logprobs)
+            choice["prompt_logprobs"] = self._prompt_logprobs(sample)
         if plan.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:

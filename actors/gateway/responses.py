@@ -1,14 +1,15 @@
-"""What completions and chat completions answer in common: usage, log-probabilities, and the ``kvferry`` object."""
+"""What completions and chat completions answer in common: chunks, usage, log-probabilities, the ``kvferry`` object."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
-from actors.gateway.edge import SampleStream, TicketStream
+from actors.gateway.edge import Delta, SampleStream, TicketStream
 from actors.gateway.parameters import Plan
 from actors.gateway.tokenizer import CheckpointTokenizer
 from messages.requests import TokenLogprobs
@@ -25,22 +26,6 @@ class Heading:
     def object(self, kind: str) -> dict[str, Any]:
         """The fields before ``choices``."""
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
-
-
-class Responder(Protocol):
-    """Turns a ticket's output into answers of one endpoint."""
-
-    def whole(self, stream: TicketStream) -> dict[str, Any]:
-        """The answer to a request that is not streamed, once it is over."""
-        ...
-
-    def chunks(self, stream: TicketStream) -> list[dict[str, Any]]:
-        """Chunks for what is new since the last call."""
-        ...
-
-    def last_chunk(self, stream: TicketStream) -> dict[str, Any] | None:
-        """The chunk after the last choice has ended: usage, if it was asked for."""
-        ...
 
 
 LOGPROB_MIN = -9999.0
@@ -82,6 +67,71 @@ class TokenNames:
             name = self.name(token_id)
             found[f"token_id:{token_id}" if name in found else name] = shown(logprob)
         return found
+
+
+class Responder(ABC):
+    """Turns a ticket's output into answers of one endpoint, whose objects are named ``WHOLE`` and ``CHUNK``."""
+
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(self, plan: Plan, heading: Heading, tokenizer: CheckpointTokenizer) -> None:
+        self._plan = plan
+        self._heading = heading
+        self._names = TokenNames(tokenizer)
+        self._begun: set[int] = set()  # choices of which a chunk was sent
+        self._ended: set[int] = set()
+
+    @abstractmethod
+    def _whole_choice(self, index: int, sample: SampleStream) -> dict[str, Any]:
+        """All of one choice."""
+
+    @abstractmethod
+    def _new_choices(self, index: int, sample: SampleStream, delta: Delta, first: bool) -> list[dict[str, Any]]:
+        """What is new of one choice, each for a chunk of its own; ``first`` before anything of it was sent."""
+
+    def whole(self, stream: TicketStream) -> dict[str, Any]:
+        """The answer to a request that is not streamed, once it is over."""
+        samples = chosen(self._plan, stream)
+        choices = [self._whole_choice(index, sample) for index, sample in enumerate(samples)]
+        answer = self._heading.object(self.WHOLE) | {"choices": choices, "usage": usage(self._plan, stream)}
+        extend_whole(answer, self._plan, samples)
+        return answer
+
+    def chunks(self, stream: TicketStream) -> list[dict[str, Any]]:
+        """Chunks for what is new since the last call."""
+        chunks: list[dict[str, Any]] = []
+        for index, sample in enumerate(stream.samples):
+            if index in self._ended:
+                continue
+            delta = sample.take()
+            ends = sample.end is not None
+            wanted = delta.token_ids and (self._plan.logprobs >= 0 or self._plan.return_token_ids)
+            if not (ends or delta.text or wanted):
+                continue
+            first = index not in self._begun
+            self._begun.add(index)
+            chunks += [self._chunk(choice) for choice in self._new_choices(index, sample, delta, first)]
+            if ends:
+                self._ended.add(index)
+                if self._plan.return_token_ids:
+                    chunks[-1]["kvferry"] = measured(sample)
+        return chunks
+
+    def last_chunk(self, stream: TicketStream) -> dict[str, Any] | None:
+        """The chunk after the last choice has ended: usage, if it was asked for."""
+        if not self._plan.include_usage:
+            return None
+        return self._heading.object(self.CHUNK) | {"choices": [], "usage": usage(self._plan, stream)}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._heading.object(self.CHUNK) | {"choices": [choice]}
+        if self._plan.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _prompt_logprobs(self, sample: SampleStream) -> list[Any]:
+        return prompt_logprobs(self._names, sample.prompt_logprobs, self._plan.prompt_logprobs)
 
 
 def prompt_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs | None], count: int) -> list[Any]:
