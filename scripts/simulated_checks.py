@@ -32,6 +32,7 @@ class Checks:
         cluster.simulation.on_step = self.on_step
         self._schedulers: dict[str, tuple[SimulatedNode, SchedulerMachine]] = {}  # instance → its newest scheduler
         self._changes: dict[str, tuple[int, int, int, int]] = {}  # scheduler → its pool's, at the last look
+        self._executed: dict[str, tuple[ExecuteBatch, int, int]] = {}  # rank → its last step, and its pool at that time
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -59,10 +60,14 @@ class Checks:
             self._check_leases(actor.address, actor.machine)
 
     def on_execute(self, node: str, batch: ExecuteBatch) -> None:
-        """A rank begins a step: every row runs in memory that its request owns (I3)."""
+        """A rank begins or ends a step: every row runs in memory that its request owns (I3)."""
         pool = self._pool(instance_of(node), batch.incarnation)
         if pool is None:
             return
+        seen, changes, holdings = self._executed.get(node, (None, 0, 0))
+        if seen is batch and changes == pool.blocks.changes and holdings == len(pool.holdings):
+            return  # it ends, and nobody was granted or gave back anything since it began
+        self._executed[node] = (batch, pool.blocks.changes, len(pool.holdings))
         owners = pool.blocks._owner
         for row in batch.rows:
             for place, block in enumerate(row.block_ids):
@@ -144,8 +149,9 @@ class Checks:
         if pool is None or not in_place:
             return
         attempt = (job.request_id, job.epoch)
+        owners = pool.blocks._owner
         for block in job.target_block_ids:
-            owner = pool.blocks.owner_of(block)
+            owner = owners.get(block)
             if owner != attempt:
                 kind = type(job).__name__
                 raise Violation(f"I3: {kind} of {attempt} on {node}: block {block} of {instance} is {_whose(owner)}")
@@ -162,16 +168,20 @@ class Checks:
         pool = self._pool(instance, incarnation)
         if pool is None:
             return
-        read: list[tuple[str, int, Pool]] = [("block", block, pool.blocks) for block in blocks]
-        if slot >= 0:
-            read.append(("slot", slot, pool.slots))
-        for what, index, ids in read:
-            if not pool.may_use(job.request_id, index, ids):
-                kind = type(job).__name__
-                raise Violation(
-                    f"I3: {kind} of {job.request_id} epoch {job.epoch} on {node} reads {what} {index} of {instance},"
-                    f" which is {_whose(ids.owner_of(index))}"
-                )
+        name = job.request_id
+        read: tuple[tuple[str, tuple[int, ...], Pool], ...] = (
+            ("block", blocks, pool.blocks),
+            ("slot", (slot,) if slot >= 0 else (), pool.slots),
+        )
+        for what, indices, ids in read:
+            owners = ids._owner
+            for index in indices:
+                owner = owners.get(index)
+                if (owner is None or owner[0] != name) and not pool.may_use(name, index, ids):
+                    raise Violation(
+                        f"I3: {type(job).__name__} of {name} epoch {job.epoch} on {node} reads {what} {index} of"
+                        f" {instance}, which is {_whose(owner)}"
+                    )
 
     def _check_window(self, node: str, job: WriteJob, instance: str, rank: int, offset: int) -> None:
         actor = self._cluster.actor(rank_address(instance, rank, "staging"))
@@ -202,23 +212,24 @@ class Checks:
 
 def _is_consistent(pool: CachePool) -> bool:
     """A quick look at what ``CachePool.check`` verifies in full."""
-    blocks = slots = 0
     for ids in (pool.blocks, pool.slots):
         free, owner = ids._free, ids._owner
         if len(free) + len(owner) != ids.count or not owner.keys().isdisjoint(free) or len(set(free)) != len(free):
             return False
-    owner = pool.blocks._owner
+    blocks: dict[int, Owner] = {}
+    count = slots = 0
     for key, holding in pool.holdings.items():
-        base = holding.base
-        if base is not None and (base.freed or key not in base.pins):
-            return False
-        own = holding.own_blocks
-        blocks += len(own)
-        slots += len(holding.own_slots)
-        for block in own:
-            if owner.get(block) != key:
+        base, own = holding.base, holding.blocks
+        if base is None:
+            slots += holding.slot >= 0
+        else:
+            if base.freed or key not in base.pins:
                 return False
-    return blocks == len(owner) and slots == len(pool.slots._owner)
+            own = holding.own_blocks
+            slots += len(holding.own_slots)
+        count += len(own)
+        blocks.update(dict.fromkeys(own, key))
+    return blocks == pool.blocks._owner and count == len(blocks) and slots == len(pool.slots._owner)
 
 
 def _whose(owner: Owner | None) -> str:

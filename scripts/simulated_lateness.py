@@ -27,6 +27,7 @@ from actors.transfer.routes import TransferPlan
 from actors.transfer.staging_machine import StagingMachine
 from messages.base import Message
 from messages.cluster import ClusterView
+from messages.envelope import MESSAGE_TYPES
 from messages.handoff import HandoffComplete, HandoffFailed, RequestAccepted, RequestRefused, RequestReleased
 from messages.requests import CancelRequest, Failed, Finished, Generation, SubmitRequest
 from messages.transfer import MergeDone
@@ -36,6 +37,10 @@ Handle = Callable[[int, str, Message], list[Effect]]
 
 _ANSWERS: Final = (RequestAccepted, RequestRefused, HandoffComplete, HandoffFailed, RequestReleased)
 _NOT_ABOUT_THE_REQUEST: Final = (PeerLink, TransferPlan)
+_MAY_BE_LATE: Final = frozenset(
+    kind for kind in MESSAGE_TYPES if kind is ClusterView or {"request_id", "epoch"} <= set(kind.__struct_fields__)
+)
+"""Messages that are about one view, or one attempt of one request."""
 
 
 def guarded(actor: SimulatedActor) -> Handle:
@@ -46,7 +51,7 @@ def guarded(actor: SimulatedActor) -> Handle:
         return handle
 
     def checked(now_ns: int, sender: str, message: Message) -> list[Effect]:
-        newer = newer_than(machine, message)
+        newer = newer_than(machine, message) if type(message) in _MAY_BE_LATE else ()
         if not newer:
             return handle(now_ns, sender, message)
         before = [written_down(thing) for thing in newer]
@@ -83,8 +88,6 @@ def _newer_in_scheduler(machine: SchedulerMachine, message: Message) -> list[Any
         late = (message.registry_incarnation, message.version) < machine.membership._view
         return [machine.peers] if late else []
     request_id, epoch = _attempt_of(message)
-    if not request_id:
-        return []
     side = machine.side
     if isinstance(side, PrefillSide):
         return _newer_in_prefill(machine, side, message, request_id, epoch)
@@ -112,25 +115,23 @@ def _newer_in_prefill(
 
 def _newer_in_transfer(machine: TransferMachine, message: Message) -> list[Any]:
     request_id, epoch = _attempt_of(message)
-    if not request_id:
-        return []
     newer: list[Any] = [push for key, push in machine.source.pushes.items() if key[0] == request_id and key[1] > epoch]
-    for receive in machine.target.receives.values():
-        if receive.attempt[0] != request_id:
+    for (name, of_epoch), receive in machine.target.receives.items():
+        if name != request_id:
             continue
         life = (getattr(message, "source_instance", ""), getattr(message, "source_incarnation", 0))
         other_life = bool(life[0]) and life != receive.link.key
         other_lease = (
             receive.lease is not None and getattr(message, "generation", receive.generation) != receive.generation
         )
-        if receive.attempt[1] > epoch or (receive.attempt[1] == epoch and (other_life or other_lease)):
+        if of_epoch > epoch or (of_epoch == epoch and (other_life or other_lease)):
             newer.append(receive)
     return newer
 
 
 def _newer_in_staging(machine: StagingMachine, message: Message) -> list[Any]:
     request_id, epoch = _attempt_of(message)
-    if not request_id or isinstance(message, MergeDone):  # the end of one merge begins the next
+    if isinstance(message, MergeDone):  # the end of one merge begins the next
         return []
     return [
         lease
@@ -140,8 +141,8 @@ def _newer_in_staging(machine: StagingMachine, message: Message) -> list[Any]:
     ]
 
 
-def _attempt_of(message: Message) -> tuple[str, int]:
-    return getattr(message, "request_id", ""), getattr(message, "epoch", 0)
+def _attempt_of(message: Any) -> tuple[str, int]:
+    return message.request_id, message.epoch
 
 
 _RULES: Final[dict[type, Callable[[Any, Message], list[Any]]]] = {

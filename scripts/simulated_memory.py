@@ -83,7 +83,7 @@ class NodeMemory:
         from_, to = self.view(source_region), self.view(target_region)
         moved = 0
         for left, right in zip(source, target, strict=True):
-            if left.run_bytes == right.run_bytes and left.count == right.count:
+            if left[1:3] == right[1:3]:  # as many runs of as many bytes
                 moved += _copy_equal(from_, left, to, right)
             else:
                 moved += _copy_unequal(from_, left, to, right)
@@ -91,20 +91,21 @@ class NodeMemory:
 
 
 def _check(region: mmap, piece: Strided) -> None:
-    end = piece.offset + (piece.count - 1) * piece.stride_bytes + piece.run_bytes
-    if piece.offset < 0 or end > len(region):
+    offset, size, count, stride = piece
+    if offset < 0 or offset + (count - 1) * stride + size > len(region):
         raise Violation(f"I3: {piece} ends outside a region of {len(region)} bytes")
 
 
 def _copy_equal(from_: mmap, left: Strided, to: mmap, right: Strided) -> int:
     _check(from_, left)
     _check(to, right)
-    size, read, write = left.run_bytes, left.offset, right.offset
-    for _ in range(left.count):
+    read, size, count, read_stride = left
+    write, _, _, write_stride = right
+    for _ in range(count):
         to[write : write + size] = from_[read : read + size]
-        read += left.stride_bytes
-        write += right.stride_bytes
-    return size * left.count
+        read += read_stride
+        write += write_stride
+    return size * count
 
 
 def _copy_unequal(from_: mmap, left: Strided, to: mmap, right: Strided) -> int:

@@ -20,10 +20,13 @@ SAMPLE_SHIFT: Final = 128
 DRAFT_FLAG: Final = 1 << 15
 """Set in the tags of rejected drafts: nobody may read them."""
 
-ROWS_AT_ONCE: Final = 72
+ROWS_AT_ONCE: Final = 48
 """Rows of a request are made for so many positions at once."""
 ROWS_CACHED: Final = 8192
 """Requests times tensors whose rows are remembered from run to run."""
+
+RAMPS_CACHED: Final = 1024
+"""Kinds of rows, and lengths, for which the rows of nobody in particular are remembered."""
 
 _ROLES: Final = {"KEY": 1, "VALUE": 2, "CONV": 3, "SSM": 4}
 _AXES: Final = {"Q": 0, "K": 16, "V": 32}
@@ -102,16 +105,17 @@ def _rows(base: int, ones: int, stride: int, whose: Whose, shared: int, count: i
             )
             continue
         tag = (number & 0xFFF) << 10 | (first + shift) & 0x3FF if is_conv else number << 40 | first + shift
-        each, ramp = _ramp(stride, end - first)  # the tags of rows that follow each other rise by one
-        rows += (base * each + ones * (tag * each + ramp)).to_bytes(stride * (end - first), "little")
+        untagged, units = _ramp(base, ones, stride, end - first)
+        rows += (untagged + units * tag).to_bytes(stride * (end - first), "little")
     return rows
 
 
-@cache
-def _ramp(stride: int, count: int) -> tuple[int, int]:
-    """1 and 0, 1, 2, … in each of ``count`` fields of ``stride`` bytes, as integers."""
+@lru_cache(maxsize=RAMPS_CACHED)
+def _ramp(base: int, ones: int, stride: int, count: int) -> tuple[int, int]:
+    """``count`` rows whose tags rise by one from 0, and a 1 in each of their units, as integers."""
     bits = 8 * stride
-    return sum(1 << bits * i for i in range(count)), sum(i << bits * i for i in range(count))
+    rows = sum(base + ones * index << bits * index for index in range(count))
+    return rows, sum(ones << bits * index for index in range(count))
 
 
 class TagTensor:

@@ -22,7 +22,8 @@ class Book:
         self._life_attempt = max(0, incarnation - 1) * ATTEMPTS_PER_LIFE
         self._records: dict[str, Record] = {}
         self._tickets: dict[int, list[Record]] = {}
-        self._names: dict[str, int] = {}  # the client's request id → ticket
+        self._names: dict[int, str] = {}  # ticket → the client's request id
+        self._taken: set[str] = set()  # the clients' request ids
         self._next_attempts: OrderedDict[str, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -46,7 +47,7 @@ class Book:
 
     def taken(self, request_id: str, sample_ids: Iterable[str]) -> str:
         """The first of these ids that is already in flight, "" when none is."""
-        if request_id in self._names:
+        if request_id in self._taken:
             return request_id
         return next((sample_id for sample_id in sample_ids if sample_id in self._records), "")
 
@@ -69,7 +70,8 @@ class Book:
             records.append(record)
             self._records[sample.request_id] = record
         self._tickets[message.ticket] = records
-        self._names[message.request_id] = message.ticket
+        self._names[message.ticket] = message.request_id
+        self._taken.add(message.request_id)
         return list(records)
 
     def forget(self, record: Record) -> None:
@@ -82,4 +84,4 @@ class Book:
         records.remove(record)
         if not records:
             del self._tickets[record.ticket]
-            self._names = {name: ticket for name, ticket in self._names.items() if ticket != record.ticket}
+            self._taken.remove(self._names.pop(record.ticket))

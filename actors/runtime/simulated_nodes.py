@@ -40,6 +40,7 @@ class SimulatedNode:
         "actors",
         "alive",
         "backlog",
+        "by_address",
         "config",
         "context",
         "count",
@@ -66,12 +67,19 @@ class SimulatedNode:
         self.slow_ns = 0
         self.backlog: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self.actors: dict[str, SimulatedActor] = {}
+        self.by_address: dict[str, SimulatedActor] = {}  # the same actors
         self.sent_to: dict[str, dict[str, None]] = {}
         self.newest: dict[str, int] = {}  # peer node → newest incarnation that spoke to this life
         self.dead: dict[str, int] = {}  # instance → newest incarnation that this life knows to be dead
         self.recorder = recorder
         self.record_fault: FaultRecorder | None = getattr(recorder, "fault", None)
         self.context: SimulatedContext | None = None
+
+    def add(self, spec: ActorSpec) -> SimulatedActor:
+        """One more actor of this life."""
+        actor = self.actors[spec.name] = SimulatedActor(self, spec)
+        self.by_address[actor.address] = actor
+        return actor
 
     @property
     def stalled(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from actors.runtime.postoffice import not_sent
 from actors.runtime.simulated_links import Links
-from actors.runtime.simulated_nodes import SimulatedNode
+from actors.runtime.simulated_nodes import SimulatedActor, SimulatedNode
 from actors.runtime.swaps import Swaps
 from messages.base import Message
 from messages.cluster import ClusterView, InstanceLost
@@ -63,6 +63,7 @@ class SimulatedPost:
         self._broken_at: dict[tuple[str, str], int] = {}  # (source, target) → what was sent until then is lost
         self._waiting: dict[str, list[tuple[SimulatedNode, bytes]]] = {}  # node without a life → what waits for one
         self._swaps: Swaps[tuple[str, str], tuple[SimulatedNode | None, bytes]] = Swaps()  # what lets the next one pass
+        self._has_swapped = False
         self._heard: dict[tuple[str, str], list[tuple[int, bytes]]] = {}  # (life, request) → newest epoch's messages
         self._places = _Places()
 
@@ -117,9 +118,13 @@ class SimulatedPost:
     def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool, swap_ns: int = 0) -> None:
         if type(envelope.message) in _NEWS:
             self._read_news(node, envelope.message)
-        name, actor_name, _ = self._places[envelope.to]
+        actor = node.by_address.get(envelope.to)
+        if actor is not None:
+            self._deliver_inside(node, actor, envelope)
+            return
+        name = self._places[envelope.to][0]
         if name == node.name:
-            self._deliver_inside(node, actor_name, envelope)
+            self._deliver_outside_actors(node, envelope)
             return
         try:
             frame = encode(envelope)
@@ -138,19 +143,22 @@ class SimulatedPost:
             text = "link: lost or held" if count == 0 else "link: duplicated"
             node.record_fault(self._simulation.now_ns, envelope, text)
 
-    def _deliver_inside(self, node: SimulatedNode, actor_name: str, envelope: Envelope) -> None:
+    def _deliver_inside(self, node: SimulatedNode, actor: SimulatedActor, envelope: Envelope) -> None:
         simulation = self._simulation
         if node.recorder is not None:
             node.recorder.sent(envelope, 0)
-        actor = node.actors.get(actor_name)
-        if actor is not None:
-            due = simulation.now_ns + int(self._chance() * self._local_ns) + node.slow_ns
-            if due < actor.free_ns:
-                due = actor.free_ns
-            actor.free_ns = due
-            heappush(simulation.heap, (due, simulation.next_number(), node, simulation.handle, actor, envelope))
-        elif envelope.to in self.listeners:
-            self.listeners[envelope.to](simulation.now_ns, envelope)
+        due = simulation.now_ns + int(self._chance() * self._local_ns) + node.slow_ns
+        if due < actor.free_ns:
+            due = actor.free_ns
+        actor.free_ns = due
+        heappush(simulation.heap, (due, simulation.next_number(), node, simulation.handle, actor, envelope))
+
+    def _deliver_outside_actors(self, node: SimulatedNode, envelope: Envelope) -> None:
+        """To an address of this node that is no actor's."""
+        if node.recorder is not None:
+            node.recorder.sent(envelope, 0)
+        if envelope.to in self.listeners:
+            self.listeners[envelope.to](self._simulation.now_ns, envelope)
 
     # -- links ----------------------------------------------------------------------------------------------------
 
@@ -171,13 +179,14 @@ class SimulatedPost:
             swap_ns = int(self._links.settings.reorder_ms * 1e6)
         if swap_ns and not self._links.is_blocked(link):
             waiting = (target, frame)
+            self._has_swapped = True
             if self._swaps.hold(link, waiting):
                 simulation.push(simulation.now_ns + swap_ns, None, self._no_longer_wait, link, waiting)
                 return 1
         dues = self._links.due(simulation.now_ns, link, source, frame)
         for due in dues:
             heappush(simulation.heap, (due, simulation.next_number(), None, self._arrive, target, frame))
-        if self._swaps and dues and (passed := self._swaps.passed(link)) is not None:
+        if self._has_swapped and dues and (passed := self._swaps.passed(link)) is not None:
             simulation.push(dues[0], None, self._arrive, *passed)
         return len(dues)
 
@@ -260,7 +269,7 @@ class SimulatedPost:
             return
         if self._links.settings.echo and envelope.trace_id:
             self._echo(node, envelope, frame)
-        actor = node.actors.get(self._places[to][1])
+        actor = node.by_address.get(to)
         if actor is None:
             if to in self.listeners:
                 self.listeners[to](simulation.now_ns, envelope)

@@ -97,7 +97,7 @@ class Simulation:
         self.nodes[config.node] = node
         for factory in factories:
             for spec in factory(node.context):
-                node.actors[spec.name] = SimulatedActor(node, spec)
+                node.add(spec)
         for actor in node.actors.values():
             self._carry_out(actor, actor.machine.start(self.now_ns), "")
         self.office.connect(config.node)
@@ -114,7 +114,7 @@ class Simulation:
                 node=name, incarnation=incarnation, run_id="sim", run_dir="", options=Options(), factories=()
             )
             node = self.start_node(config, ())
-        actor = node.actors[actor_name] = SimulatedActor(node, ActorSpec(actor_name, machine, executor))
+        actor = node.add(ActorSpec(actor_name, machine, executor))
         self._carry_out(actor, machine.start(self.now_ns), "")
         return actor
 
@@ -147,7 +147,7 @@ class Simulation:
             if not heap or heap[0][0] > end_ns:
                 self.now_ns = max(self.now_ns, end_ns) if for_ms < 1e12 else self.now_ns
                 return False
-            self.now_ns, _sequence, node, function, first, second = heappop(heap)
+            self.now_ns, _, node, function, first, second = heappop(heap)
             if node is not None and not node.running:
                 if node.alive:
                     node.backlog.append((function, first, second))
@@ -163,6 +163,7 @@ class Simulation:
         self.on_step = self.on_fail = self.on_crash = self.injector = None
         for node in self.nodes.values():
             node.actors.clear()
+            node.by_address.clear()
             node.backlog.clear()
             node.context = None
         self.nodes.clear()
@@ -254,15 +255,15 @@ class Simulation:
             self.injector.on_handled(self.now_ns, envelope)
             if not node.running:
                 if node.alive:
-                    node.backlog.append((self._step, actor, envelope))
+                    node.backlog.append((self.step, actor, envelope))
                 return
-        self._step(actor, envelope)
+        self.step(actor, envelope)
 
-    def _step(self, actor: SimulatedActor, envelope: Envelope) -> None:
+    def step(self, actor: SimulatedActor, envelope: Envelope) -> None:
         """One step of one machine."""
-        if actor.node.recorder is not None:
-            actor.node.recorder.handled(self.now_ns, envelope)
-        message = envelope.message
+        recorder, message = actor.node.recorder, envelope.message
+        if recorder is not None:
+            recorder.handled(self.now_ns, envelope)
         if type(message) is StatusRequest:
             self._report_status(actor, message, envelope.message_id)
             return
@@ -284,18 +285,19 @@ class Simulation:
         for effect in effects:
             if type(effect) is Send:
                 self.send_from(node, actor.address, effect.to, effect.message, parent_id)
-            elif isinstance(effect, StartTimer):
+            elif type(effect) is StartTimer:
                 token = actor.timers[effect.key] = self.next_number()
                 due = self.now_ns + int(effect.delay_ms * 1e6)
                 timer = (effect, token, parent_id)
                 heappush(self.heap, (due, token, node, self._timer_due, actor, timer))
-            elif isinstance(effect, Run):
+            elif type(effect) is Run:
                 self._run_job(actor, effect.job, parent_id)
-            elif isinstance(effect, StopTimer):
+            elif type(effect) is StopTimer:
                 actor.timers.pop(effect.key, None)
-            elif isinstance(effect, Note):
-                self.note(actor.address, effect)
-            elif isinstance(effect, Fail):
+            elif type(effect) is Note:
+                if self._notes_max:
+                    self.note(actor.address, effect)
+            elif type(effect) is Fail:
                 self._fail(actor, effect)
                 return
 

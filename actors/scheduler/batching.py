@@ -47,6 +47,7 @@ pinned until its result is here.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -125,15 +126,13 @@ class Batcher:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no memory yet. The caller made sure that alone it fits the pool."""
-        self._waiting.append(sequence)
-        self._waiting.sort(key=_queue_key)
+        insort(self._waiting, sequence, key=_queue_key)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence that already has its memory."""
         if sequence.holding is None:
             raise ValueError(f"{sequence.owner} has no memory to run in")
-        self._running.append(sequence)
-        self._running.sort(key=_age_key)
+        insort(self._running, sequence, key=_age_key)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it does. Its memory is the caller's to release, if it has any."""

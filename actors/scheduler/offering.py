@@ -62,7 +62,7 @@ class Offering:
                 return
 
     def _window_is_open(self) -> bool:
-        asking = sum(not offer.answered and not self._is_silent(offer) for offer in self._offers.open.values())
+        asking = sum(not self._is_silent(offer) for offer in self._offers.unanswered.values())
         return self._book.count(S.ACCEPTED) + asking < self._settings.offer_window
 
     def _is_silent(self, offer: Offer) -> bool:
@@ -80,15 +80,15 @@ class Offering:
 
     def withdraw_offline(self, now_ns: int) -> bool:
         """Take back the youngest offline request that is offered but has not begun; False when there is none."""
-        for request in reversed(self._book.requests.values()):
-            if not request.is_online and request.state in (S.OFFERING, S.ACCEPTED):
-                if request.offer is not None:
-                    request.asked.discard(request.offer.instance)  # it did not refuse
-                self.ask_back(request, "an online request needs the room")
-                self.let_go(request)
-                self._book.move(now_ns, request, E.WITHDRAW)
-                return True
-        return False
+        request = self._book.youngest_offline
+        if request is None:
+            return False
+        if request.offer is not None:
+            request.asked.discard(request.offer.instance)  # it did not refuse
+        self.ask_back(request, "an online request needs the room")
+        self.let_go(request)
+        self._book.move(now_ns, request, E.WITHDRAW)
+        return True
 
     def _offer(self, now_ns: int, request: PrefillRequest) -> bool:
         """Ask the next decode instance, or step aside when nobody is left to ask. False: nobody can be asked now."""

@@ -61,6 +61,7 @@ class Offers:
         self._peers = peers
         self._out = out
         self.open: dict[Key, Offer] = {}
+        self.unanswered: dict[Key, Offer] = {}  # those of the open ones that nobody answered yet
         self._closing: dict[Key, Holding] = {}  # closed, but their pushes are not
 
     def find(self, request_id: str, epoch: int, instance: str, incarnation: int) -> Offer | None:
@@ -78,7 +79,7 @@ class Offers:
     def make(self, now_ns: int, submit: SubmitRequest, epoch: int, instance: str, incarnation: int) -> Offer:
         """Ask a decode instance to reserve everything that decode needs."""
         offer = Offer(submit.request_id, epoch, instance, incarnation, now_ns)
-        self.open[offer.key] = offer
+        self.open[offer.key] = self.unanswered[offer.key] = offer
         peer = self._peers.get(instance, incarnation)
         if peer is not None:
             peer.unanswered += 1
@@ -173,6 +174,7 @@ class Offers:
         if offer.answered:
             return
         offer.answered = True
+        del self.unanswered[offer.key]
         self._out.stop_request_timer("offer", *offer.key)
         peer = self._peers.get(offer.instance, offer.incarnation)
         if peer is not None:

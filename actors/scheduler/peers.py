@@ -58,7 +58,7 @@ class Peers:
 
     def __init__(self, unanswered_max: int) -> None:
         self._unanswered_max = unanswered_max
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer] = {}  # by name
         self._dead: dict[str, int] = {}
         self._turn = ""  # who was chosen last
 
@@ -77,6 +77,7 @@ class Peers:
     def add(self, info: InstanceInfo) -> Peer:
         """A new peer; the older incarnation was buried before."""
         peer = self._peers[info.instance] = Peer(info)
+        self._peers = dict(sorted(self._peers.items()))
         return peer
 
     def bury(self, instance: str, incarnation: int) -> Peer | None:
@@ -94,7 +95,7 @@ class Peers:
     @property
     def usable(self) -> list[Peer]:
         """Peers that may get new work, by name."""
-        return [peer for _, peer in sorted(self._peers.items()) if peer.is_usable]
+        return [peer for peer in self._peers.values() if peer.is_usable]
 
     def choose(self, excluded: Container[str]) -> Peer | None:
         """Round-robin, the next peer that may get an offer now and is not ``excluded``."""

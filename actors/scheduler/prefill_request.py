@@ -17,6 +17,9 @@ from messages.requests import PhaseTimes, SubmitRequest
 
 S = PrefillState
 
+MAY_BE_WITHDRAWN = (S.OFFERING, S.ACCEPTED)
+"""In these states an offline request gives way to an online one."""
+
 WAITS_FOR_DECODE = (S.QUEUED, S.OFFERING, S.BACKOFF, S.PREFILLED, S.REOFFERING, S.STRANDED)
 """In these states an online request keeps offline ones from being offered."""
 
@@ -28,6 +31,7 @@ class PrefillRequest:
     submit: SubmitRequest
     sequence: Sequence
     since_ns: int  # in this state
+    is_online: bool = field(init=False)
     state: PrefillState = PrefillState.QUEUED
     offer: Offer | None = None
     next_epoch: int = 0
@@ -45,10 +49,7 @@ class PrefillRequest:
     def __post_init__(self) -> None:
         self.arrived_ns = self.since_ns
         self.next_epoch = self.sequence.epoch
-
-    @property
-    def is_online(self) -> bool:
-        return self.submit.priority == "online"
+        self.is_online = self.submit.priority == "online"
 
     @property
     def epoch(self) -> int:
@@ -124,6 +125,10 @@ def _queue_key(request: PrefillRequest) -> tuple[bool, int]:
     return (not request.is_online, request.sequence.order)
 
 
+def _order(request: PrefillRequest) -> int:
+    return request.sequence.order
+
+
 class PrefillBook:
     """All live requests by id, and those to be offered in order: online before offline, then by arrival."""
 
@@ -131,17 +136,23 @@ class PrefillBook:
         self.requests: dict[str, PrefillRequest] = {}
         self.queue: list[PrefillRequest] = []  # QUEUED
         self.ready: list[PrefillRequest] = []  # PREFILLED
+        self._withdrawable: dict[PrefillRequest, None] = {}  # offline ones that are MAY_BE_WITHDRAWN
         self._count: Counter[PrefillState] = Counter()
         self._online: Counter[PrefillState] = Counter()
 
     def count(self, *states: PrefillState) -> int:
         """How many requests are in these states."""
-        return sum(self._count[state] for state in states)
+        return sum([self._count[state] for state in states])
 
     @property
     def online_waits(self) -> bool:
         """Whether an online request still looks for a decode instance."""
         return any(self._online[state] for state in WAITS_FOR_DECODE)
+
+    @property
+    def youngest_offline(self) -> PrefillRequest | None:
+        """The offline request that came last of those that are offered but have not begun."""
+        return max(self._withdrawable, key=_order) if self._withdrawable else None
 
     def add(self, request: PrefillRequest) -> None:
         """A new request."""
@@ -157,6 +168,8 @@ class PrefillBook:
             self.queue.remove(request)
         elif request.state is S.PREFILLED:
             self.ready.remove(request)
+        else:
+            self._withdrawable.pop(request, None)
         request.state = state
         request.since_ns = now_ns
         if state is S.ENDED:
@@ -171,3 +184,5 @@ class PrefillBook:
             insort(self.queue, request, key=_queue_key)
         elif request.state is S.PREFILLED:
             insort(self.ready, request, key=_queue_key)
+        elif request.state in MAY_BE_WITHDRAWN and not request.is_online:
+            self._withdrawable[request] = None

@@ -79,6 +79,8 @@ NODE_ACTOR = "node"
 VIEW_POLL_MS = 100.0
 LINK_POLL_MS = 10.0
 """When only links are awaited, which take a few ms each."""
+LINK_POLL_GROWTH = 1.25
+"""Links that take long are asked for ever less often, down to once in ``VIEW_POLL_MS``."""
 STOP_GRACE_MS = 5_000.0
 BACKOFF_MAX_MS = 30_000.0
 DRAIN_MARGIN_MS = 1_000.0
@@ -118,6 +120,7 @@ class SupervisorMachine:
         self._end_failed = False
         self._restarts = 0
         self._check_due_ns = 0
+        self._link_poll_ms = LINK_POLL_MS
 
     def start(self, now_ns: int) -> list[Effect]:
         """Start every unit at once; links between nodes wait for each other by themselves."""
@@ -324,7 +327,9 @@ class SupervisorMachine:
         if hopeless := self._linking.hopeless:
             return effects + self._wind_down(hopeless, 0, failed=True)
         if self._linking.pending:
-            return [*effects, self._timer("view", LINK_POLL_MS)]
+            delay_ms = self._link_poll_ms
+            self._link_poll_ms = min(VIEW_POLL_MS, delay_ms * LINK_POLL_GROWTH)
+            return [*effects, self._timer("view", delay_ms)]
         self._phase = Phase.SERVING
         return [*effects, Send(CONSOLE, TreeReady(url=self._url))]
 

@@ -155,5 +155,9 @@ def _grouped(parts: Iterable[tuple[str, str, Ranges]]) -> list[Copy]:
     """One copy per pair of regions, in the order in which the pairs first appear."""
     groups: dict[tuple[str, str], Ranges] = {}
     for source_region, target_region, ranges in parts:
-        groups.setdefault((source_region, target_region), Ranges([], [])).extend(ranges)
+        group = groups.get((source_region, target_region))
+        if group is None:
+            groups[source_region, target_region] = ranges
+        else:
+            group.extend(ranges)
     return [Copy(source, target, ranges) for (source, target), ranges in groups.items()]

@@ -58,8 +58,14 @@ def block_ranges(
     source, target = route.source, route.target
     source_ids, target_ids = _touched(source, source_block_ids, tokens), _touched(target, target_block_ids, tokens)
     groups = _groups(tokens, route.source_blocks, source_ids, route.target_blocks, target_ids)
-    runs = [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
-    return _emit(groups, source.base_bytes, source.row_stride_bytes, target.base_bytes, target.row_stride_bytes, runs)
+    return _emit(
+        groups,
+        source.base_bytes,
+        source.row_stride_bytes,
+        target.base_bytes,
+        target.row_stride_bytes,
+        route.runs_in_place,
+    )
 
 
 def block_to_window(route: Route, source_block_ids: tuple[int, ...], tokens: TokenRange, area_offset: int) -> Ranges:
@@ -67,8 +73,7 @@ def block_to_window(route: Route, source_block_ids: tuple[int, ...], tokens: Tok
     source = route.source
     touched = _touched(source, source_block_ids, tokens)
     groups = _groups(tokens, route.source_blocks, touched, route.staged_blocks, ())
-    runs = [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs]
-    return _emit(groups, source.base_bytes, source.row_stride_bytes, area_offset, route.row_bytes, runs)
+    return _emit(groups, source.base_bytes, source.row_stride_bytes, area_offset, route.row_bytes, route.runs_to_window)
 
 
 def window_to_block(route: Route, target_block_ids: tuple[int, ...], tokens: TokenRange, area_offset: int) -> Ranges:
@@ -76,30 +81,28 @@ def window_to_block(route: Route, target_block_ids: tuple[int, ...], tokens: Tok
     target = route.target
     touched = _touched(target, target_block_ids, tokens)
     groups = _groups(tokens, route.staged_blocks, (), route.target_blocks, touched)
-    runs = [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
-    return _emit(groups, area_offset, route.row_bytes, target.base_bytes, target.row_stride_bytes, runs)
+    return _emit(
+        groups, area_offset, route.row_bytes, target.base_bytes, target.row_stride_bytes, route.runs_from_window
+    )
 
 
 def slot_ranges(route: Route, source_slot: int, target_slot: int) -> Ranges:
     """The live rows of a state slot from source to target (a route in place)."""
     source, target = route.source, route.target
     at, to = _slot_offset(source, source_slot), _slot_offset(target, target_slot)
-    runs = [(run.source_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
-    return _emit(_slot(route), at, source.row_stride_bytes, to, target.row_stride_bytes, runs)
+    return _emit(_slot(route), at, source.row_stride_bytes, to, target.row_stride_bytes, route.runs_in_place)
 
 
 def slot_to_window(route: Route, source_slot: int, area_offset: int) -> Ranges:
     """The live rows of a state slot into a window's area."""
     at = _slot_offset(route.source, source_slot)
-    runs = [(run.source_bytes, run.staged_bytes, run.size_bytes) for run in route.runs]
-    return _emit(_slot(route), at, route.source.row_stride_bytes, area_offset, route.row_bytes, runs)
+    return _emit(_slot(route), at, route.source.row_stride_bytes, area_offset, route.row_bytes, route.runs_to_window)
 
 
 def window_to_slot(route: Route, target_slot: int, area_offset: int) -> Ranges:
     """The merge of what ``slot_to_window`` brought: from the area into the target's slot."""
     to = _slot_offset(route.target, target_slot)
-    runs = [(run.staged_bytes, run.target_bytes, run.size_bytes) for run in route.runs]
-    return _emit(_slot(route), area_offset, route.row_bytes, to, route.target.row_stride_bytes, runs)
+    return _emit(_slot(route), area_offset, route.row_bytes, to, route.target.row_stride_bytes, route.runs_from_window)
 
 
 def area_offset(plan: TransferPlan, route: Route, window_offset: int) -> int:
@@ -193,7 +196,7 @@ def _emit(
     source_stride: int,
     target_offset: int,
     target_stride: int,
-    runs: list[tuple[int, int, int]],
+    runs: tuple[tuple[int, int, int], ...],
 ) -> Ranges:
     """The groups as ranges, for each run (source offset, target offset, bytes) of a row.
 

@@ -118,7 +118,7 @@ class Route:
         """Layer within the namespace."""
         return self.target.layer
 
-    @property
+    @cached_property
     def by_block(self) -> bool:
         """Rows are tokens in blocks (KEY, VALUE); otherwise rows of a state slot (CONV, SSM)."""
         return self.target.addressed_by == "block"
@@ -158,6 +158,21 @@ class Route:
                 runs.append(Run(source, staged, target, size))
             staged += size
         return tuple(runs)
+
+    @cached_property
+    def runs_in_place(self) -> tuple[tuple[int, int, int], ...]:
+        """(byte of the source row, byte of the target row, bytes) of each run."""
+        return tuple((run.source_bytes, run.target_bytes, run.size_bytes) for run in self.runs)
+
+    @cached_property
+    def runs_to_window(self) -> tuple[tuple[int, int, int], ...]:
+        """(byte of the source row, byte of the row in a window, bytes) of each run."""
+        return tuple((run.source_bytes, run.staged_bytes, run.size_bytes) for run in self.runs)
+
+    @cached_property
+    def runs_from_window(self) -> tuple[tuple[int, int, int], ...]:
+        """(byte of the row in a window, byte of the target row, bytes) of each run."""
+        return tuple((run.staged_bytes, run.target_bytes, run.size_bytes) for run in self.runs)
 
 
 def _blocks(layout: TensorLayout) -> Blocks:

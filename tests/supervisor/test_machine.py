@@ -316,6 +316,23 @@ def test_tree_is_ready_only_once_every_link_is_made() -> None:
     assert (tree.value("phase"), tree.value("links_awaited")) == ("serving", "")
 
 
+def test_links_that_take_long_are_asked_for_ever_less_often() -> None:
+    tree = Pretend("P1/D1")
+    tree.unlinked = {("p0", "d0")}
+    tree.all_ready()
+    before = len(tree.sent_of(ViewRequest))
+    tree.advance(100)
+    soon = len(tree.sent_of(ViewRequest)) - before
+    tree.advance(10_000)
+    before = len(tree.sent_of(ViewRequest))
+    tree.advance(1_000)
+    assert len(tree.sent_of(ViewRequest)) - before <= 11
+    assert soon >= 3, "a link that is made at once is seen at once"
+    tree.unlinked = set()
+    tree.advance(150)
+    assert tree.value("phase") == "serving"
+
+
 def test_a_refused_link_is_told_and_awaited_no_longer_while_others_serve() -> None:
     tree = Pretend("P1/D1x2")
     tree.unlinked = {("p0", "d1")}
