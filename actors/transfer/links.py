@@ -21,6 +21,10 @@ from messages.cluster import InstanceInfo, LinkPeer
 from messages.layout import Manifest, RegionDescriptor
 
 
+class TooEarly(PlanRefused):
+    """Not all ranks of this instance are ready: a later proposal may be good."""
+
+
 class LinkState(Enum):
     """Where a link stands."""
 
@@ -89,7 +93,7 @@ class LinkTable:
         own = sorted(message.own_manifests, key=lambda manifest: manifest.rank)
         mine = next((manifest for manifest in own if manifest.rank == self.rank), None)
         if mine is None:
-            raise PlanRefused(f"the engine named no manifest of rank {self.rank} of its own instance")
+            raise TooEarly(f"the engine named no manifest of rank {self.rank} of its own instance")
         if peer.role == "PREFILL":
             link, job = self._toward_source(asked_by, peer, mine)
         elif peer.role == "DECODE":

@@ -21,7 +21,7 @@ import msgspec
 from actors.runtime.config import Options
 from actors.runtime.machine import Effect, Fail, Note, Run, Send
 from actors.transfer.jobs import CreateStaging, UnmapPeer
-from actors.transfer.links import LinkState, LinkTable, PeerLink
+from actors.transfer.links import LinkState, LinkTable, PeerLink, TooEarly
 from actors.transfer.routes import PlanRefused
 from actors.transfer.source_machine import SourceMachine
 from actors.transfer.staging import StagingSize
@@ -235,7 +235,8 @@ class TransferMachine:
         try:
             _, job = self.links.propose(sender, message)
         except PlanRefused as refusal:
-            return [self._link_failed(sender, peer.instance, peer.incarnation, str(refusal), final=True)]
+            final = not isinstance(refusal, TooEarly)
+            return [self._link_failed(sender, peer.instance, peer.incarnation, str(refusal), final=final)]
         return [Run(job)]
 
     def _on_peer_mapped(self, message: PeerMapped) -> list[Effect]:

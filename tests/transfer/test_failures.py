@@ -485,11 +485,11 @@ def test_a_prefill_instance_that_came_back_is_linked_beside_its_former_life() ->
 # -- links --------------------------------------------------------------------------------------------------------
 
 
-def failed_link(world: Cluster, message: LinkPeer, to: str = "d0.r0/transfer") -> str:
+def failed_link(world: Cluster, message: LinkPeer, to: str = "d0.r0/transfer", *, final: bool = True) -> str:
     world.post(D_ENGINE, to, message)
     world.run()
     (failed,) = world.take(D_ENGINE, LinkFailed)
-    assert failed.final, "the same two layouts will not fit the next time either"
+    assert failed.final == final, "the same two layouts will not fit the next time either"
     return failed.reason
 
 
@@ -509,8 +509,15 @@ def test_a_link_between_roles_that_hand_nothing_over_is_refused() -> None:
     world = cluster(2, 1, link=False)
     message = LinkPeer(peer=info(world.sources, "MIX"), own_manifests=tuple(world.targets))
     assert "only PREFILL and DECODE" in failed_link(world, message)
+
+
+def test_a_link_that_is_asked_for_before_all_own_ranks_are_ready_may_be_tried_again() -> None:
+    world = cluster(2, 1, link=False)
     message = LinkPeer(peer=info(world.sources, "PREFILL"), own_manifests=())
-    assert "named no manifest of rank 0" in failed_link(world, message)
+    assert "named no manifest of rank 0" in failed_link(world, message, final=False)
+    world.post(D_ENGINE, "d0.r0/transfer", msgspec.structs.replace(message, own_manifests=tuple(world.targets)))
+    world.run()
+    assert len(world.take(D_ENGINE, PeerLinked)) == 1
 
 
 def test_a_lease_larger_than_staging_is_refused_at_the_link_with_the_option_to_raise() -> None:
