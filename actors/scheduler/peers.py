@@ -1,10 +1,9 @@
 """The instances this one hands requests to, or gets them from: which are linked, and whose turn it is.
 
 A peer is LINKING (the engine maps its caches), LINKED or BROKEN (the link was refused; it is tried again unless that
-cannot help or was tried often enough). A peer
-that left the registry's view is *unlisted*: it gets no new work but is not dead. A peer that let an offer time out is
-*silent* until it says anything: it is asked only when nobody else can be, one offer at a time, so that a stuck decode
-instance holds up nothing that another could take (C25).
+cannot help or was tried often enough). A peer that left the registry's view is *unlisted*: it gets no new work but is
+not dead. A peer that let an offer time out is *silent* until it says anything: it is asked only when nobody else can
+be, one offer at a time, so that a stuck decode instance holds up nothing that another could take (C25).
 """
 
 from __future__ import annotations
