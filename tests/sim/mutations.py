@@ -24,6 +24,7 @@ from actors.scheduler.prefill_side import PrefillSide
 from actors.scheduler.reservations import RECEIVE_PIN
 from actors.scheduler.sequence import Sequence
 from actors.scheduler.transitions import DecodeState
+from actors.transfer import plan, ranges
 from actors.transfer.attempts import Tombstones
 from actors.transfer.receive import Receive
 from actors.transfer.routes import Route, Run
@@ -53,6 +54,9 @@ def planted(name: str) -> Iterator[None]:
 
 
 def _put(owner: Any, attribute: Any, value: Any) -> None:
+    """What a process remembers of plans was made with the bug, or without: it is forgotten either way."""
+    plan._plan.cache_clear()
+    ranges._groups.cache_clear()
     if isinstance(owner, type):
         setattr(owner, attribute, value)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actors.transfer import plan, ranges
 from scripts.simulate import parse_faults, run_seed
 from tests.sim.mutations import MUTATIONS, planted
 
@@ -28,7 +29,8 @@ def test_a_planted_bug_is_found(name: str) -> None:
     print(f"{name}: seed {seed}: {violation[:160]}")
 
 
-def test_what_was_planted_is_gone_afterwards() -> None:
-    with planted("window reused early"):
-        pass
+def test_what_was_planted_is_gone_afterwards_and_so_is_what_was_made_with_it() -> None:
+    with planted("conv concatenated without regrouping"):
+        assert first_violation(range(1, 2))[1]
+    assert plan._plan.cache_info().currsize == ranges._groups.cache_info().currsize == 0
     assert first_violation(range(3)) == (-1, "")
