@@ -48,12 +48,11 @@ class Sequence:
     accepted: int = 0
     decode_steps: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
-    told: int = -1  # outputs that the gateway knows; at first those that it brought
+    told: int = field(init=False)  # outputs that the gateway knows; at first those that it brought
     untold_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the outputs after these
 
     def __post_init__(self) -> None:
-        if self.told < 0:
-            self.told = len(self.output)
+        self.told = len(self.output)
 
     @property
     def owner(self) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from scripts.main import main
 from scripts.make_docs import DOCS
+from scripts.options import build_options, load_config_file
 
 PAGES = sorted([DOCS.parent / "README.md", *DOCS.glob("*.md")])
 RUN_HERE = ("plan", "simulate")
@@ -60,6 +61,14 @@ def test_commands_that_end_by_themselves_run(arguments: list[str], tmp_path: Pat
     extra = ["--trace-dir", str(tmp_path)] if arguments[0] == "simulate" else []
     result = CliRunner().invoke(main, [*arguments, *extra], catch_exceptions=False)
     assert result.exit_code == 0, result.output
+
+
+def test_the_config_file_shown_is_accepted(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```toml\n(.*?)```", (DOCS / "operations.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    path = tmp_path / "cluster.toml"
+    path.write_text(shown)
+    options = build_options(load_config_file(path))
+    assert (options.max_seqs_per_batch, options.kv_cache_transfer_mode) == (16, "PULL")
 
 
 @pytest.mark.slow
