@@ -11,7 +11,7 @@ import msgspec
 from actors.runtime.config import Options
 from scripts.client import CONCURRENCY_MAX, RequestError, complete_all
 from scripts.cluster import Cluster
-from scripts.compare import TIE_TOLERANCE, first_difference
+from scripts.compare import first_difference, tie_tolerance
 
 WAITING_PER_SLOT = 2
 """Requests under way at once, per sequence that may run: enough to keep a cluster busy, few enough to wait briefly."""
@@ -62,12 +62,13 @@ def run(options: Options, against: str, prompts: Sequence[str], max_tokens: int,
     theirs = _answers(msgspec.structs.replace(options, topology=against), payloads)
     differences = []
     ties = 0
+    tolerance = tie_tolerance(options)
     for index, (answer, reference) in enumerate(zip(ours[:-1], theirs[:-1], strict=True)):
         difference = first_difference(
             reference["choices"][0]["token_ids"], answer["choices"][0]["token_ids"], top_two_gaps(reference)
         )
         if difference is not None:
-            tie = difference.reference_gap < TIE_TOLERANCE
+            tie = difference.reference_gap < tolerance
             ties += tie
             differences.append({"index": index, "tie": tie} | difference._asdict())
     return {
@@ -76,6 +77,7 @@ def run(options: Options, against: str, prompts: Sequence[str], max_tokens: int,
         "prompts": len(prompts),
         "equal": len(prompts) - len(differences),
         "equal_by_tie_rule": len(prompts) - len(differences) + ties,
+        "tie_tolerance": tolerance,
         "differences": differences,
         "perplexity_tokens": ours[-1]["usage"]["prompt_tokens"] - 1,
         "perplexity": perplexity(ours[-1]),

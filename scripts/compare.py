@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TIE_TOLERANCE = 1e-3
-"""Largest gap between the reference's two best log-probabilities that counts as a tie (sums in another order)."""
+from actors.runtime.config import Options
+from actors.worker.model.config import load_config, resolve_dtype
+from scripts.models import resolve_model
+
+TIE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.125}
+"""Compute dtype → largest gap between the reference's two best log-probabilities that counts as a tie, since sums in
+another order round otherwise. Logits between 8 and 16 are 1/16 apart in bfloat16, and either may be one step off."""
 
 
 class Difference(NamedTuple):
@@ -16,6 +21,12 @@ class Difference(NamedTuple):
     reference_token: int
     token: int
     reference_gap: float
+
+
+def tie_tolerance(options: Options) -> float:
+    """The tolerance for outputs of clusters with these options. Raises ``ConfigError`` for a model that is none."""
+    config = load_config(resolve_model(options.model))
+    return TIE_TOLERANCES[resolve_dtype(options.dtype, config, options.device)]
 
 
 def first_difference(reference: Sequence[int], tokens: Sequence[int], gaps: Sequence[float]) -> Difference | None:
@@ -33,7 +44,7 @@ def first_difference(reference: Sequence[int], tokens: Sequence[int], gaps: Sequ
 
 
 def equal_by_tie_rule(
-    reference: Sequence[int], tokens: Sequence[int], gaps: Sequence[float], tolerance: float = TIE_TOLERANCE
+    reference: Sequence[int], tokens: Sequence[int], gaps: Sequence[float], tolerance: float = TIE_TOLERANCES["float32"]
 ) -> bool:
     """Whether the sequences are equal, or first differ where the reference's top-two gap is below ``tolerance``."""
     difference = first_difference(reference, tokens, gaps)

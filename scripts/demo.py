@@ -15,7 +15,7 @@ from actors.runtime.config import Options
 from scripts.bench_accuracy import top_two_gaps
 from scripts.client import complete_all, open_client, stream
 from scripts.cluster import Cluster
-from scripts.compare import equal_by_tie_rule
+from scripts.compare import equal_by_tie_rule, tie_tolerance
 from scripts.demo_prompts import DEMO_PROMPTS
 from scripts.trace_commands import sequence_text
 
@@ -109,10 +109,11 @@ def _equal_to_reference(options: Options, completions: list[Completion], asked: 
     payloads = [asked | {"prompt": completion.prompt, "logprobs": 2} for completion in completions]
     with Cluster(alone) as cluster:
         answers = complete_all(cluster.url, payloads)
+    tolerance = tie_tolerance(options)
     for completion, answer in zip(completions, answers, strict=True):
         if not isinstance(answer, dict):
             raise answer
         reference = answer["choices"][0]["token_ids"]
-        if not equal_by_tie_rule(reference, completion.token_ids, top_two_gaps(answer)):
+        if not equal_by_tie_rule(reference, completion.token_ids, top_two_gaps(answer), tolerance):
             return False
     return True

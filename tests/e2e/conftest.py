@@ -23,6 +23,7 @@ CHUNK_TOKENS = 24  # not a multiple of the block: chunks end inside blocks
 
 OPTIONS = Options(
     port=0,
+    dtype="float32",  # as the reference computes; "auto" is bfloat16 on CPUs that are fast in it
     block_size=BLOCK_SIZE,
     block_count=160,
     max_model_len=512,
