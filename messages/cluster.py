@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -11,9 +11,12 @@ from messages.layout import Manifest
 
 InstanceRole = Literal["MIX", "PREFILL", "DECODE"]
 
+OPPOSITE_ROLE: Final[dict[InstanceRole, InstanceRole]] = {"PREFILL": "DECODE", "DECODE": "PREFILL"}
+"""Whom instances of a role link with; a mixed one links with nobody."""
+
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the registry knows of one live instance."""
+    """What the registry knows of one live instance. ``manifests``, one per rank, are long: only who links gets them."""
 
     instance: str
     incarnation: int
@@ -69,6 +72,9 @@ class ClusterView(Message, frozen=True, kw_only=True):
 
     ``links`` are the pairs (prefill, decode) of which both sides say that they are linked; ``refused`` those that will
     not be, as one side says, with its reason. A pair in neither is still being linked.
+
+    A scheduler's view has the manifests of the instances of the opposite role, with which it links; other views, and
+    what a scheduler is told of other instances, have none.
     """
 
     version: int

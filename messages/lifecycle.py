@@ -133,13 +133,6 @@ class NotSent(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class ActorDied(Message, frozen=True, kw_only=True):
-    """Runtime → node bootstrap: an actor's ``on_receive`` raised; its node fails as a unit."""
-
-    actor: str
-    reason: str
-
-
 class ProcessStarted(Message, frozen=True, kw_only=True):
     """Shell of the supervisor → supervisor: the operating system runs this node now."""
 

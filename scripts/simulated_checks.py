@@ -1,6 +1,6 @@
 """The invariants of the protocol, checked while a simulated cluster runs. Checks read the machines' own books.
 
-After every step only what that step could have changed is looked at, so checking costs about as much as handling.
+After every message only what that step could have changed is looked at, so checking costs about as much as handling.
 I1, I6 and I7 for clients are in ``simulated_client.py``, I2 and I6 for caches in ``simulated_model.py``.
 """
 
@@ -15,11 +15,10 @@ from actors.scheduler.machine import SchedulerMachine
 from actors.transfer.jobs import MergeJob, PullJob, WriteJob
 from actors.transfer.machine import TransferMachine
 from actors.transfer.staging_machine import StagingMachine
-from messages.base import instance_of, rank_address
+from messages.base import Message, instance_of, rank_address
 from messages.batch import ExecuteBatch
-from messages.envelope import Envelope
 from scripts.simulated_cluster import SimulatedCluster
-from scripts.simulated_lateness import guarded
+from scripts.simulated_lateness import Handle, guarded
 from scripts.simulated_memory import Violation
 
 
@@ -29,7 +28,6 @@ class Checks:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         cluster.checks = self
-        cluster.simulation.on_step = self.on_step
         self._schedulers: dict[str, tuple[SimulatedNode, SchedulerMachine]] = {}  # instance → its newest scheduler
         self._changes: dict[str, tuple[int, int, int, int]] = {}  # scheduler → its pool's, at the last look
         self._executed: dict[str, tuple[ExecuteBatch, int, int]] = {}  # rank → its last step, and its pool at that time
@@ -37,27 +35,41 @@ class Checks:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def on_start(self, node: SimulatedNode) -> None:
-        """A life of a node began (I5 is looked at where its actors handle messages)."""
-        for each in node.actors.values():
-            each.handle = guarded(each)
-        actor = node.actors.get("scheduler")
-        if actor is not None:
-            assert isinstance(actor.machine, SchedulerMachine)
-            self._schedulers[node.config.instance] = (node, actor.machine)
+        """A life of a node began: from here on its actors are looked at whenever they handled a message (I3, I5)."""
+        for actor in node.actors.values():
+            actor.handle = guarded(actor)
+            if isinstance(actor.machine, SchedulerMachine):
+                self._schedulers[node.config.instance] = (node, actor.machine)
+                actor.handle = self._owning(actor, actor.machine)
+            elif isinstance(actor.machine, StagingMachine):
+                actor.handle = self._leasing(actor, actor.machine)
 
-    def on_step(self, actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
-        """An actor handled a message (I3)."""
-        if actor.name == "scheduler":
-            assert isinstance(actor.machine, SchedulerMachine)
-            pool = actor.machine.pool
-            if pool is not None and self._has_changed(actor.address, pool) and not _is_consistent(pool):
+    def _owning(self, actor: SimulatedActor, machine: SchedulerMachine) -> Handle:
+        """Blocks and slots have one owner each (I3)."""
+        address, handle = actor.address, actor.handle
+
+        def checked(now_ns: int, sender: str, message: Message) -> list[Effect]:
+            effects = handle(now_ns, sender, message)
+            pool = machine.pool
+            if pool is not None and self._has_changed(address, pool) and not _is_consistent(pool):
                 try:
                     pool.check()
                 except OwnershipError as error:
-                    raise Violation(f"I3: {actor.address} after {type(envelope.message).__name__}: {error}") from error
-        elif actor.name == "staging":
-            assert isinstance(actor.machine, StagingMachine)
-            self._check_leases(actor.address, actor.machine)
+                    raise Violation(f"I3: {address} after {type(message).__name__}: {error}") from error
+            return effects
+
+        return checked
+
+    def _leasing(self, actor: SimulatedActor, machine: StagingMachine) -> Handle:
+        """Staging leases are disjoint (I3)."""
+        address, handle = actor.address, actor.handle
+
+        def checked(now_ns: int, sender: str, message: Message) -> list[Effect]:
+            effects = handle(now_ns, sender, message)
+            self._check_leases(address, machine)
+            return effects
+
+        return checked
 
     def on_execute(self, node: str, batch: ExecuteBatch) -> None:
         """A rank begins or ends a step: every row runs in memory that its request owns (I3)."""

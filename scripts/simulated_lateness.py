@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -35,7 +36,9 @@ from scripts.simulated_memory import Violation
 
 Handle = Callable[[int, str, Message], list[Effect]]
 
-_ANSWERS: Final = (RequestAccepted, RequestRefused, HandoffComplete, HandoffFailed, RequestReleased)
+_ABOUT_TOKENS: Final = frozenset({Generation, Finished, Failed})
+_OF_THE_GATEWAY: Final = frozenset({SubmitRequest, CancelRequest})
+_ANSWERS: Final = frozenset({RequestAccepted, RequestRefused, HandoffComplete, HandoffFailed, RequestReleased})
 _NOT_ABOUT_THE_REQUEST: Final = (PeerLink, TransferPlan)
 _MAY_BE_LATE: Final = frozenset(
     kind for kind in MESSAGE_TYPES if kind is ClusterView or {"request_id", "epoch"} <= set(kind.__struct_fields__)
@@ -45,7 +48,7 @@ _MAY_BE_LATE: Final = frozenset(
 
 def guarded(actor: SimulatedActor) -> Handle:
     """The actor's ``handle``, which raises ``Violation`` when a late message changed what it had to leave alone."""
-    machine, handle = actor.machine, actor.handle
+    address, machine, handle = actor.address, actor.machine, actor.handle
     newer_than = _RULES.get(type(machine))
     if newer_than is None:
         return handle
@@ -60,7 +63,7 @@ def guarded(actor: SimulatedActor) -> Handle:
             new = written_down(thing)
             if new != old:
                 change = _difference(old, new)
-                raise Violation(f"I5: {actor.address}: late {repr(message)[:300]} from {sender} changed {change}")
+                raise Violation(f"I5: {address}: late {repr(message)[:300]} from {sender} changed {change}")
         return effects
 
     return checked
@@ -75,18 +78,17 @@ def _difference(old: str, new: str) -> str:
 
 
 def _newer_in_gateway(machine: GatewayMachine, message: Message) -> list[Any]:
-    if isinstance(message, Generation | Finished | Failed):
-        record = machine._book.get(message.request_id)
-        return [record] if record is not None and message.epoch < record.epoch else []
-    if isinstance(message, ClusterView) and (message.registry_incarnation, message.version) < machine._view:
-        return [machine._router]
-    return []
+    kind: Any = type(message)
+    if kind in _ABOUT_TOKENS:
+        request_id, epoch = _attempt_of(message)
+        record = machine._book.get(request_id)
+        return [record] if record is not None and epoch < record.epoch else []
+    return [machine._router] if kind is ClusterView and _view_of(message) < machine._view else []
 
 
 def _newer_in_scheduler(machine: SchedulerMachine, message: Message) -> list[Any]:
-    if isinstance(message, ClusterView):
-        late = (message.registry_incarnation, message.version) < machine.membership._view
-        return [machine.peers] if late else []
+    if type(message) is ClusterView:
+        return [machine.peers] if _view_of(message) < machine.membership._view else []
     request_id, epoch = _attempt_of(message)
     side = machine.side
     if isinstance(side, PrefillSide):
@@ -104,18 +106,20 @@ def _newer_in_prefill(
     request = side._book.requests.get(request_id)
     if request is None:
         return []
-    if isinstance(message, SubmitRequest | CancelRequest):
+    kind: Any = type(message)
+    if kind in _OF_THE_GATEWAY:
         return [request] if epoch < request.submit.epoch else []
-    if not isinstance(message, _ANSWERS) or any(peer.silent for peer in machine.peers):
+    if kind not in _ANSWERS or any(peer.silent for peer in machine.peers):
         return []  # a silent peer that speaks gets offers again
     offer = side.offers.open.get((request_id, epoch))
-    about = (message.instance, message.incarnation)
-    return [request] if offer is None or (offer.instance, offer.incarnation) != about else []
+    return [request] if offer is None or (offer.instance, offer.incarnation) != _life_of(message) else []
 
 
 def _newer_in_transfer(machine: TransferMachine, message: Message) -> list[Any]:
     request_id, epoch = _attempt_of(message)
-    newer: list[Any] = [push for key, push in machine.source.pushes.items() if key[0] == request_id and key[1] > epoch]
+    newer: list[Any] = [
+        push for (name, of_epoch), push in machine.source.pushes.items() if name == request_id and of_epoch > epoch
+    ]
     for (name, of_epoch), receive in machine.target.receives.items():
         if name != request_id:
             continue
@@ -131,7 +135,7 @@ def _newer_in_transfer(machine: TransferMachine, message: Message) -> list[Any]:
 
 def _newer_in_staging(machine: StagingMachine, message: Message) -> list[Any]:
     request_id, epoch = _attempt_of(message)
-    if isinstance(message, MergeDone):  # the end of one merge begins the next
+    if type(message) is MergeDone:  # the end of one merge begins the next
         return []
     return [
         lease
@@ -143,6 +147,14 @@ def _newer_in_staging(machine: StagingMachine, message: Message) -> list[Any]:
 
 def _attempt_of(message: Any) -> tuple[str, int]:
     return message.request_id, message.epoch
+
+
+def _view_of(message: Any) -> tuple[int, int]:
+    return message.registry_incarnation, message.version
+
+
+def _life_of(message: Any) -> tuple[str, int]:
+    return message.instance, message.incarnation
 
 
 _RULES: Final[dict[type, Callable[[Any, Message], list[Any]]]] = {
@@ -164,7 +176,8 @@ def written_down(thing: Any) -> str:
 
 
 def _write_down(thing: Any, parts: list[str], seen: set[int]) -> None:
-    if thing is None or isinstance(thing, int | float | str | bytes | Enum | msgspec.Struct):
+    kind: type = type(thing)
+    if _is_plain(kind):
         parts.append(repr(thing))
     elif isinstance(thing, dict):
         _write_items((part for pair in thing.items() for part in pair), parts, seen)
@@ -178,6 +191,12 @@ def _write_down(thing: Any, parts: list[str], seen: set[int]) -> None:
         for name in (*names, *getattr(thing, "__dict__", ())):
             parts.append(f" {name}=")
             _write_down(getattr(thing, name, None), parts, seen)
+
+
+@cache
+def _is_plain(kind: type) -> bool:
+    """Whether the text of things of this type says all of them."""
+    return issubclass(kind, type(None) | int | float | str | bytes | Enum | msgspec.Struct)
 
 
 def _write_items(things: Iterable[Any], parts: list[str], seen: set[int]) -> None:

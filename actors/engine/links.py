@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from actors.runtime.machine import Effect, Send, StartTimer, StatusValues, StopTimer
-from messages.base import Message, control_address, rank_address
+from actors.runtime.machine import Effect, Handlers, Send, StartTimer, StatusValues, StopTimer
+from messages.base import control_address, rank_address
 from messages.cluster import LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
 from messages.layout import Manifest
 from messages.timers import InstanceTimer
@@ -41,25 +41,22 @@ class Links:
         self._links: dict[Key, Link] = {}
         self._unlinking: dict[Key, set[int]] = {}  # dead peers, and the ranks that have not heard
 
-    def handle(self, message: Message) -> list[Effect] | None:
-        """React to a message about a link; None when it is about something else."""
-        match message:
-            case LinkPeer():
-                return self._on_link_peer(message)
-            case PeerLinked():
-                return self._on_peer_linked(message)
-            case LinkFailed():
-                return self._on_link_failed(message)
-            case UnlinkPeer():
-                return self._on_unlink_peer(message)
-            case PeerUnlinked():
-                return self._on_peer_unlinked(message)
-            case InstanceTimer(purpose="unlink"):
-                return self._tell_unlink((message.instance, message.incarnation))
-            case InstanceTimer(purpose="link"):
-                return self._on_timeout(message)
-            case _:
-                return None
+    def handlers(self) -> Handlers[list[Effect]]:
+        """What is done with messages about links."""
+        handlers: Handlers[list[Effect]] = Handlers()
+        on = handlers.on
+        on(LinkPeer, self._on_link_peer)
+        on(PeerLinked, self._on_peer_linked)
+        on(LinkFailed, self._on_link_failed)
+        on(UnlinkPeer, self._on_unlink_peer)
+        on(PeerUnlinked, self._on_peer_unlinked)
+        return handlers
+
+    def on_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
+        """Ranks have not heard of a death, or have not linked in time."""
+        if message.purpose == "unlink":
+            return self._tell_unlink((message.instance, message.incarnation))
+        return self._on_timeout(message) if message.purpose == "link" else []
 
     def status(self) -> StatusValues:
         """How many ranks are linked with each peer."""
@@ -69,7 +66,7 @@ class Links:
             for (instance, incarnation), link in self._links.items()
         )
 
-    def _on_link_peer(self, message: LinkPeer) -> list[Effect]:
+    def _on_link_peer(self, now_ns: int, sender: str, message: LinkPeer) -> list[Effect]:
         peer = message.peer
         self._links[(peer.instance, peer.incarnation)] = Link()
         request = msgspec.structs.replace(message, own_manifests=self.own_manifests)
@@ -77,7 +74,7 @@ class Links:
         due = InstanceTimer(instance=peer.instance, incarnation=peer.incarnation, purpose="link")
         return [*effects, StartTimer(("link", peer.instance, peer.incarnation), self._timeout_ms, due)]
 
-    def _on_peer_linked(self, message: PeerLinked) -> list[Effect]:
+    def _on_peer_linked(self, now_ns: int, sender: str, message: PeerLinked) -> list[Effect]:
         link = self._links.get((message.instance, message.incarnation))
         if link is None or message.rank in link.linked:
             return []
@@ -87,12 +84,15 @@ class Links:
         up = PeerLinked(instance=message.instance, incarnation=message.incarnation, rank=-1)
         return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, up)]
 
-    def _on_link_failed(self, message: LinkFailed) -> list[Effect]:
+    def _on_link_failed(self, now_ns: int, sender: str, message: LinkFailed) -> list[Effect]:
+        return self._give_up(message)
+
+    def _give_up(self, message: LinkFailed) -> list[Effect]:
         if self._links.pop((message.instance, message.incarnation), None) is None:
             return []
         return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, message)]
 
-    def _on_unlink_peer(self, message: UnlinkPeer) -> list[Effect]:
+    def _on_unlink_peer(self, now_ns: int, sender: str, message: UnlinkPeer) -> list[Effect]:
         key = (message.instance, message.incarnation)
         self._links.pop(key, None)
         self._unlinking[key] = set(range(len(self._transfers)))
@@ -108,7 +108,7 @@ class Links:
         told: list[Effect] = [Send(self._transfers[rank], unlink) for rank in sorted(missing)]
         return [*told, StartTimer(("unlink", *key), self._resend_ms, due)]
 
-    def _on_peer_unlinked(self, message: PeerUnlinked) -> list[Effect]:
+    def _on_peer_unlinked(self, now_ns: int, sender: str, message: PeerUnlinked) -> list[Effect]:
         key = (message.instance, message.incarnation)
         missing = self._unlinking.get(key)
         if missing is None:
@@ -125,6 +125,6 @@ class Links:
             return []
         silent = [rank for rank in range(len(self._transfers)) if rank not in link.linked]
         reason = f"ranks {silent} did not answer within {self._timeout_ms:.0f} ms"
-        return self._on_link_failed(
+        return self._give_up(
             LinkFailed(instance=message.instance, incarnation=message.incarnation, rank=silent[0], reason=reason)
         )

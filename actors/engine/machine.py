@@ -30,15 +30,26 @@ from dataclasses import dataclass, field
 import msgspec
 
 from actors.engine.links import Links
+from actors.engine.pushes import PURPOSE as CLOSE_PUSH
 from actors.engine.pushes import Pushes
 from actors.engine.receives import Receives
 from actors.runtime.config import NodeConfig
-from actors.runtime.machine import Effect, Fail, Note, Send, StartTimer, StatusRequests, StatusValues, StopTimer
+from actors.runtime.machine import (
+    Effect,
+    Fail,
+    Handlers,
+    Note,
+    Send,
+    StartTimer,
+    StatusRequests,
+    StatusValues,
+    StopTimer,
+)
 from messages.base import Message, control_address, rank_address
 from messages.batch import BatchResult, ExecuteBatch, RowResult, StepFailed
 from messages.layout import Manifest
 from messages.lifecycle import EngineReady, WorkerReady
-from messages.timers import InstanceTimer
+from messages.timers import InstanceTimer, RequestTimer
 
 AGREED_FIELDS = (
     "model_fingerprint",
@@ -108,6 +119,16 @@ class EngineMachine:
             open_timeout_ms=settings.open_timeout_ms,
             resend_ms=settings.resend_ms,
         )
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(WorkerReady, self._on_worker_ready)
+        on(ExecuteBatch, self._on_execute_batch)
+        on(BatchResult, self._on_batch_result)
+        on(StepFailed, self._on_step_failed)
+        on(InstanceTimer, self._on_instance_timer)
+        on(RequestTimer, self._on_request_timer)
+        for part in (self.links, self.pushes, self.receives):
+            self._handlers.update(part.handlers())
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing: the ranks say when they are ready."""
@@ -115,24 +136,8 @@ class EngineMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message."""
-        match message:
-            case WorkerReady():
-                return self._on_worker_ready(message)
-            case ExecuteBatch():
-                return self._on_execute_batch(now_ns, message)
-            case BatchResult():
-                return self._on_batch_result(now_ns, message)
-            case StepFailed():
-                return self._on_step_failed(message)
-            case InstanceTimer(purpose=purpose) if purpose.startswith("step"):
-                return self._on_step_timeout(purpose)
-            case _:
-                effects = self.links.handle(message)
-                if effects is None:
-                    effects = self.pushes.handle(message)
-                if effects is None:
-                    effects = self.receives.handle(now_ns, message)
-                return effects or []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(self, now_ns: int) -> tuple[StatusValues, StatusRequests]:
         """What the engine waits for."""
@@ -150,9 +155,20 @@ class EngineMachine:
             values.append(("step_since_ns", step.since_ns))
         return (*values, *self.links.status()), self.receives.status()
 
+    # -- timers --------------------------------------------------------------------------------------------------
+
+    def _on_instance_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
+        if message.purpose.startswith("step"):
+            return self._on_step_timeout(message.purpose)
+        return self.links.on_timer(now_ns, sender, message)
+
+    def _on_request_timer(self, now_ns: int, sender: str, message: RequestTimer) -> list[Effect]:
+        part = self.pushes if message.purpose == CLOSE_PUSH else self.receives
+        return part.on_timer(now_ns, sender, message)
+
     # -- readiness -----------------------------------------------------------------------------------------------
 
-    def _on_worker_ready(self, message: WorkerReady) -> list[Effect]:
+    def _on_worker_ready(self, now_ns: int, sender: str, message: WorkerReady) -> list[Effect]:
         own = self.settings
         if self._ready or message.incarnation != own.incarnation or not 0 <= message.rank < own.tp_size:
             return []
@@ -172,7 +188,7 @@ class EngineMachine:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _on_execute_batch(self, now_ns: int, message: ExecuteBatch) -> list[Effect]:
+    def _on_execute_batch(self, now_ns: int, sender: str, message: ExecuteBatch) -> list[Effect]:
         if message.incarnation != self.settings.incarnation or message.step <= self._last_step():
             return []
         self._steps.append(StepInFlight(message.step, now_ns))
@@ -187,7 +203,7 @@ class EngineMachine:
     def _last_step(self) -> int:
         return self._steps[-1].number if self._steps else self._steps_done
 
-    def _on_batch_result(self, now_ns: int, message: BatchResult) -> list[Effect]:
+    def _on_batch_result(self, now_ns: int, sender: str, message: BatchResult) -> list[Effect]:
         step = next((step for step in self._steps if step.number == message.step), None)
         if step is None or message.incarnation != self.settings.incarnation:
             return []
@@ -229,7 +245,7 @@ class EngineMachine:
         self._steps[0].since_ns = now_ns
         return [self._watch(self._steps[0]), Send(self._scheduler, merged)]
 
-    def _on_step_failed(self, message: StepFailed) -> list[Effect]:
+    def _on_step_failed(self, now_ns: int, sender: str, message: StepFailed) -> list[Effect]:
         if message.incarnation != self.settings.incarnation:
             return []
         return self._fail_step(message.step, message.rank, message.reason)

@@ -9,8 +9,8 @@ the attempt up.
 
 from __future__ import annotations
 
-from actors.runtime.machine import Effect, Send, StartTimer, StopTimer
-from messages.base import Message, control_address, rank_address
+from actors.runtime.machine import Effect, Handlers, Send, StartTimer, StopTimer
+from messages.base import control_address, rank_address
 from messages.timers import RequestTimer
 from messages.transfer import ClosePush, OpenPush, PushClosed, PushFailed
 
@@ -26,27 +26,34 @@ class Pushes:
         self._resend_ms = resend_ms
         self._closing: dict[tuple[str, int], set[int]] = {}  # (request id, epoch) → ranks that have not confirmed
 
+    def handlers(self) -> Handlers[list[Effect]]:
+        """What is done with messages about pushes."""
+        handlers: Handlers[list[Effect]] = Handlers()
+        on = handlers.on
+        on(OpenPush, self._on_open_push)
+        on(PushFailed, self._on_push_failed)
+        on(ClosePush, self._on_close_push)
+        on(PushClosed, self._on_push_closed)
+        return handlers
+
     @property
     def closing_count(self) -> int:
         """Pushes that not every rank has closed."""
         return len(self._closing)
 
-    def handle(self, message: Message) -> list[Effect] | None:
-        """React to a message about a push; None when it is about something else."""
-        match message:
-            case OpenPush():
-                return [Send(transfer, message) for transfer in self._transfers]
-            case ClosePush():
-                self._closing[(message.request_id, message.epoch)] = set(range(len(self._transfers)))
-                return self._ask(message.request_id, message.epoch)
-            case PushClosed():
-                return self._on_push_closed(message)
-            case PushFailed():
-                return [Send(self._scheduler, message)]
-            case RequestTimer(purpose="close push"):
-                return self._ask(message.request_id, message.epoch)
-            case _:
-                return None
+    def on_timer(self, now_ns: int, sender: str, message: RequestTimer) -> list[Effect]:
+        """Ranks have not confirmed in time."""
+        return self._ask(message.request_id, message.epoch)
+
+    def _on_open_push(self, now_ns: int, sender: str, message: OpenPush) -> list[Effect]:
+        return [Send(transfer, message) for transfer in self._transfers]
+
+    def _on_push_failed(self, now_ns: int, sender: str, message: PushFailed) -> list[Effect]:
+        return [Send(self._scheduler, message)]
+
+    def _on_close_push(self, now_ns: int, sender: str, message: ClosePush) -> list[Effect]:
+        self._closing[(message.request_id, message.epoch)] = set(range(len(self._transfers)))
+        return self._ask(message.request_id, message.epoch)
 
     def _ask(self, request_id: str, epoch: int) -> list[Effect]:
         """Tell the ranks that have not confirmed, and again later."""
@@ -59,7 +66,7 @@ class Pushes:
         asked: list[Effect] = [Send(self._transfers[rank], close) for rank in sorted(missing)]
         return [*asked, StartTimer((PURPOSE, *key), self._resend_ms, due)]
 
-    def _on_push_closed(self, message: PushClosed) -> list[Effect]:
+    def _on_push_closed(self, now_ns: int, sender: str, message: PushClosed) -> list[Effect]:
         key = (message.request_id, message.epoch)
         missing = self._closing.get(key)
         if missing is None:

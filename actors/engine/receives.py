@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from actors.runtime.machine import Effect, Note, Send, StartTimer, StatusRequests, StopTimer
+from actors.runtime.machine import Effect, Handlers, Note, Send, StartTimer, StatusRequests, StopTimer
 from messages.base import Message, control_address, rank_address
 from messages.handoff import RankLease
 from messages.timers import RequestTimer
@@ -72,34 +72,24 @@ class Receives:
         self._resend_ms = resend_ms
         self._receives: dict[tuple[str, int], Receive] = {}
 
+    def handlers(self) -> Handlers[list[Effect]]:
+        """What is done with messages about receives."""
+        handlers: Handlers[list[Effect]] = Handlers()
+        on = handlers.on
+        on(ReserveLeases, self._on_reserve_leases)
+        on(ReceiveOpened, self._on_receive_opened)
+        on(ReceiveRefused, self._on_receive_refused)
+        on(PullKVCache, self._on_pull)
+        on(Restored, self._on_restored)
+        on(RestoreFailed, self._on_restore_failed)
+        on(ReleaseReceive, self._on_release_receive)
+        on(ReceiveReleased, self._on_receive_released)
+        return handlers
+
     @property
     def live_count(self) -> int:
         """Receives that are not gone."""
         return len(self._receives)
-
-    def handle(self, now_ns: int, message: Message) -> list[Effect] | None:
-        """React to a message about a receive; None when it is about something else."""
-        match message:
-            case ReserveLeases():
-                return self._on_reserve_leases(now_ns, message)
-            case ReceiveOpened():
-                return self._on_receive_opened(now_ns, message)
-            case ReceiveRefused():
-                return self._on_receive_refused(now_ns, message)
-            case PullKVCache():
-                return self._on_pull(now_ns, message)
-            case Restored():
-                return self._on_restored(message)
-            case RestoreFailed():
-                return self._on_restore_failed(message)
-            case ReleaseReceive():
-                return self._on_release_receive(now_ns, message)
-            case ReceiveReleased():
-                return self._on_receive_released(message)
-            case RequestTimer():
-                return self._on_timer(now_ns, message)
-            case _:
-                return None
 
     def status(self) -> StatusRequests:
         """One row per receive: which ranks it waits for."""
@@ -112,7 +102,7 @@ class Receives:
 
     # -- opening -------------------------------------------------------------------------------------------------
 
-    def _on_reserve_leases(self, now_ns: int, message: ReserveLeases) -> list[Effect]:
+    def _on_reserve_leases(self, now_ns: int, sender: str, message: ReserveLeases) -> list[Effect]:
         key = (message.request_id, message.epoch)
         if key in self._receives:
             return []
@@ -131,7 +121,7 @@ class Receives:
         effects.append(self._timer("open", key, self._open_timeout_ms))
         return effects
 
-    def _on_receive_opened(self, now_ns: int, message: ReceiveOpened) -> list[Effect]:
+    def _on_receive_opened(self, now_ns: int, sender: str, message: ReceiveOpened) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is None or receive.state in (ReceiveState.REFUSING, ReceiveState.RELEASING):
             # a doubled OpenReceive opened what was given up: nobody wants it
@@ -148,7 +138,7 @@ class Receives:
         reserved = LeasesReserved(request_id=message.request_id, epoch=message.epoch, leases=leases)
         return [StopTimer(("open", message.request_id, message.epoch)), Send(self._scheduler, reserved)]
 
-    def _on_receive_refused(self, now_ns: int, message: ReceiveRefused) -> list[Effect]:
+    def _on_receive_refused(self, now_ns: int, sender: str, message: ReceiveRefused) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is None or receive.state not in (ReceiveState.OPENING, ReceiveState.REFUSING):
             return []
@@ -161,14 +151,14 @@ class Receives:
 
     # -- pulling -------------------------------------------------------------------------------------------------
 
-    def _on_pull(self, now_ns: int, message: PullKVCache) -> list[Effect]:
+    def _on_pull(self, now_ns: int, sender: str, message: PullKVCache) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is None or receive.state is not ReceiveState.OPEN:
             return []
         self._enter(receive, ReceiveState.PULLING, now_ns)
         return [Send(transfer, message) for transfer in self._transfers]
 
-    def _on_restored(self, message: Restored) -> list[Effect]:
+    def _on_restored(self, now_ns: int, sender: str, message: Restored) -> list[Effect]:
         key = (message.request_id, message.epoch)
         receive = self._receives.get(key)
         if receive is None or receive.state is not ReceiveState.PULLING or receive.failed:
@@ -195,7 +185,7 @@ class Receives:
         )
         return [Send(self._scheduler, everything)]
 
-    def _on_restore_failed(self, message: RestoreFailed) -> list[Effect]:
+    def _on_restore_failed(self, now_ns: int, sender: str, message: RestoreFailed) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is None or receive.state not in (ReceiveState.OPENING, ReceiveState.OPEN, ReceiveState.PULLING):
             return []
@@ -206,7 +196,7 @@ class Receives:
 
     # -- releasing -----------------------------------------------------------------------------------------------
 
-    def _on_release_receive(self, now_ns: int, message: ReleaseReceive) -> list[Effect]:
+    def _on_release_receive(self, now_ns: int, sender: str, message: ReleaseReceive) -> list[Effect]:
         key = (message.request_id, message.epoch)
         receive = self._receives.get(key)
         if receive is None:
@@ -218,7 +208,7 @@ class Receives:
         effects: list[Effect] = [StopTimer(("open", message.request_id, message.epoch))]
         return effects + self._ask_release(receive)
 
-    def _on_receive_released(self, message: ReceiveReleased) -> list[Effect]:
+    def _on_receive_released(self, now_ns: int, sender: str, message: ReceiveReleased) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is None or receive.state not in (ReceiveState.REFUSING, ReceiveState.RELEASING):
             return []
@@ -252,7 +242,8 @@ class Receives:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _on_timer(self, now_ns: int, message: RequestTimer) -> list[Effect] | None:
+    def on_timer(self, now_ns: int, sender: str, message: RequestTimer) -> list[Effect]:
+        """Ranks have not opened, or have not released, in time."""
         receive = self._receives.get((message.request_id, message.epoch))
         if message.purpose == "open":
             if receive is None or receive.state is not ReceiveState.OPENING:
@@ -270,7 +261,7 @@ class Receives:
             if receive is None or receive.state not in (ReceiveState.REFUSING, ReceiveState.RELEASING):
                 return []
             return self._ask_release(receive)
-        return None
+        return []
 
     def _timer(self, purpose: str, key: tuple[str, int], delay_ms: float) -> StartTimer:
         due = RequestTimer(request_id=key[0], epoch=key[1], purpose=purpose)

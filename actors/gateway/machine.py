@@ -45,7 +45,7 @@ from actors.gateway.record import Holder, Record
 from actors.gateway.rollcall import RollCall
 from actors.gateway.routing import Router
 from actors.runtime.config import Options
-from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
+from actors.runtime.machine import Effect, Handlers, Note, Run, Send, StartTimer, StopTimer
 from messages.base import REGISTRY, Message, attempt_of, control_address, first_epoch, instance_of
 from messages.cluster import ClusterView, Heartbeat, InstanceLost, ViewRequest
 from messages.gateway import ClientCancel, ClientStopped, ClientSubmit, Delivered
@@ -82,6 +82,24 @@ class GatewayMachine:
         self._drain_asked_by = ""
         self._drained = False
         self._stale_count = 0
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(ClientSubmit, self._on_client_submit)
+        on(ClientCancel, self._on_client_cancel)
+        on(ClientStopped, self._on_client_stopped)
+        on(Delivered, self._on_delivered)
+        on(Generation, self._on_generation)
+        on(Finished, self._on_finished)
+        on(Failed, self._on_failed)
+        on(ClusterView, self._on_cluster_view)
+        on(InstanceLost, self._on_instance_lost)
+        on(Heartbeat, self._on_heartbeat)
+        on(StatusReport, self._on_status_report)
+        on(PeerLost, self._on_peer_lost)
+        on(NotSent, self._on_not_sent)
+        on(RequestTimer, self._on_request_timer)
+        on(InstanceTimer, self._on_roll_call_timer)
+        on(Drain, self._on_drain)
 
     def start(self, now_ns: int) -> list[Effect]:
         """Ask for the view: the registry may have announced it before the gateway listened."""
@@ -89,41 +107,8 @@ class GatewayMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message; unknown and late ones change nothing."""
-        match message:
-            case ClientSubmit():
-                return self._on_client_submit(now_ns, message)
-            case ClientCancel():
-                return self._on_client_cancel(now_ns, message)
-            case ClientStopped():
-                return self._on_client_stopped(now_ns, message)
-            case Delivered():
-                return self._on_delivered(message)
-            case Generation():
-                return self._on_generation(now_ns, sender, message)
-            case Finished():
-                return self._on_finished(now_ns, sender, message)
-            case Failed():
-                return self._on_failed(now_ns, sender, message)
-            case ClusterView():
-                return self._on_cluster_view(now_ns, message)
-            case InstanceLost():
-                return self._on_instance_lost(now_ns, message)
-            case Heartbeat():
-                return self._on_heartbeat(message)
-            case StatusReport():
-                return self._on_status_report(now_ns, message)
-            case PeerLost():
-                return self._on_peer_lost(now_ns, message)
-            case NotSent():
-                return self._on_not_sent(now_ns, message)
-            case RequestTimer():
-                return self._on_request_timer(now_ns, message)
-            case InstanceTimer():
-                return self._on_roll_call_timer(now_ns)
-            case Drain():
-                return self._on_drain(sender, message)
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(
         self, now_ns: int
@@ -144,7 +129,7 @@ class GatewayMachine:
 
     # -- the client's side -------------------------------------------------------------------------------------------
 
-    def _on_client_submit(self, now_ns: int, message: ClientSubmit) -> list[Effect]:
+    def _on_client_submit(self, now_ns: int, sender: str, message: ClientSubmit) -> list[Effect]:
         if (refusal := refuse(message, self._book, self._router, draining=bool(self._drain_asked_by))) is not None:
             fields = (("request", message.request_id), ("code", refusal.code), ("reason", refusal.message))
             return [Run(refusal), Note("info", "request refused", fields)]
@@ -156,7 +141,7 @@ class GatewayMachine:
             effects.append(self._time_roll_call())
         return effects
 
-    def _on_client_cancel(self, now_ns: int, message: ClientCancel) -> list[Effect]:
+    def _on_client_cancel(self, now_ns: int, sender: str, message: ClientCancel) -> list[Effect]:
         effects: list[Effect] = []
         for record in self._book.of_ticket(message.ticket):
             if record.state != "delivering":
@@ -164,7 +149,7 @@ class GatewayMachine:
                 effects += self._attempts.end(now_ns, record, "cancelled")
         return effects
 
-    def _on_client_stopped(self, now_ns: int, message: ClientStopped) -> list[Effect]:
+    def _on_client_stopped(self, now_ns: int, sender: str, message: ClientStopped) -> list[Effect]:
         record = self._book.find(message.ticket, message.sample)
         if record is None or record.state in ("closing", "delivering"):
             return []
@@ -174,7 +159,7 @@ class GatewayMachine:
         record.state = "closing"
         return [*self._attempts.withdraw(record, "stop string"), timer(record, "close", CLOSE_WAIT_MS)]
 
-    def _on_delivered(self, message: Delivered) -> list[Effect]:
+    def _on_delivered(self, now_ns: int, sender: str, message: Delivered) -> list[Effect]:
         record = self._book.find(message.ticket, message.sample)
         if record is None or record.state != "delivering":
             return []
@@ -279,7 +264,7 @@ class GatewayMachine:
 
     # -- the cluster -------------------------------------------------------------------------------------------------
 
-    def _on_cluster_view(self, now_ns: int, message: ClusterView) -> list[Effect]:
+    def _on_cluster_view(self, now_ns: int, sender: str, message: ClusterView) -> list[Effect]:
         version = (message.registry_incarnation, message.version)
         if version <= self._view:
             return []
@@ -287,7 +272,7 @@ class GatewayMachine:
         self._router.follow(message)
         return self._after_change(now_ns, "left the view")
 
-    def _on_instance_lost(self, now_ns: int, message: InstanceLost) -> list[Effect]:
+    def _on_instance_lost(self, now_ns: int, sender: str, message: InstanceLost) -> list[Effect]:
         info = self._router.instances.get(message.instance)
         if info is None or info.incarnation > message.incarnation:
             return []
@@ -328,7 +313,7 @@ class GatewayMachine:
         why = f"instance {holder.instance} {what}"
         return self._attempts.again(now_ns, record, why, holder.instance, at_once=True)
 
-    def _on_heartbeat(self, message: Heartbeat) -> list[Effect]:
+    def _on_heartbeat(self, now_ns: int, sender: str, message: Heartbeat) -> list[Effect]:
         effects: list[Effect] = []
         if message.view_version not in (-1, self._view[1]):
             effects.append(Send(REGISTRY, ViewRequest()))
@@ -336,7 +321,7 @@ class GatewayMachine:
             effects.append(Run(PublishLoad(heartbeat=message)))
         return effects
 
-    def _on_peer_lost(self, now_ns: int, message: PeerLost) -> list[Effect]:
+    def _on_peer_lost(self, now_ns: int, sender: str, message: PeerLost) -> list[Effect]:
         """Messages to or from that node may be lost: ask soon who holds its requests."""
         for record in self._book.all():
             holders = {holder.instance for holder in (record.prefill, record.decode) if holder is not None}
@@ -344,7 +329,7 @@ class GatewayMachine:
                 record.suspect(now_ns - _QUIET_NS)
         return []
 
-    def _on_not_sent(self, now_ns: int, message: NotSent) -> list[Effect]:
+    def _on_not_sent(self, now_ns: int, sender: str, message: NotSent) -> list[Effect]:
         """Something about this request cannot be said, now or later: another attempt would not help."""
         record = self._current(message.request_id, message.epoch)
         if record is None:
@@ -354,7 +339,7 @@ class GatewayMachine:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _on_request_timer(self, now_ns: int, message: RequestTimer) -> list[Effect]:
+    def _on_request_timer(self, now_ns: int, sender: str, message: RequestTimer) -> list[Effect]:
         if message.purpose == "drain":
             return self._on_drain_deadline(now_ns)
         record = self._book.get(message.request_id)
@@ -383,7 +368,7 @@ class GatewayMachine:
         self._roll_call_timed = True
         return StartTimer(("roll call",), ROLL_CALL_MS, InstanceTimer(instance="", incarnation=0, purpose="roll call"))
 
-    def _on_roll_call_timer(self, now_ns: int) -> list[Effect]:
+    def _on_roll_call_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
         self._roll_call_timed = False
         if not self._book:
             return []
@@ -395,7 +380,7 @@ class GatewayMachine:
         tag = self._roll_call.begin(now_ns, schedulers)
         return effects + [Send(to, StatusRequest(reply_to=self._address, tag=tag)) for to in schedulers]
 
-    def _on_status_report(self, now_ns: int, message: StatusReport) -> list[Effect]:
+    def _on_status_report(self, now_ns: int, sender: str, message: StatusReport) -> list[Effect]:
         return self._conclude_roll_call(now_ns) if self._roll_call.answer(message) else []
 
     def _conclude_roll_call(self, now_ns: int) -> list[Effect]:
@@ -413,7 +398,7 @@ class GatewayMachine:
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
-    def _on_drain(self, sender: str, message: Drain) -> list[Effect]:
+    def _on_drain(self, now_ns: int, sender: str, message: Drain) -> list[Effect]:
         self._drain_asked_by = sender
         due = RequestTimer(request_id="", epoch=0, purpose="drain")
         return [StartTimer(("drain",), float(message.deadline_ms), due), *self._drained_if_empty()]

@@ -31,24 +31,27 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, field
 
 import msgspec
 
 from actors.registry.links import Linked, Refused, join_reports, link_states
-from actors.runtime.machine import Effect, Note, Send, StartTimer, StopTimer
+from actors.runtime.machine import Effect, Handlers, Note, Send, StartTimer, StopTimer
 from messages.base import GATEWAY, SUPERVISOR, Message
 from messages.cluster import (
+    OPPOSITE_ROLE,
     ClusterView,
     Heartbeat,
     InstanceInfo,
     InstanceLost,
+    InstanceRole,
     InstanceSilent,
     LinkReport,
     RegisterInstance,
     ViewRequest,
 )
-from messages.lifecycle import Drain, Drained, StatusRequest
+from messages.lifecycle import Drain, Drained
 from messages.timers import InstanceTimer
 
 HEARTBEATS_MISSED_MAX = 20
@@ -65,6 +68,10 @@ class _Entry:
     since_ns: int
     visible: bool = True
     links: tuple[LinkReport, ...] = ()  # as its heartbeats said
+    brief: InstanceInfo = field(init=False)  # without manifests
+
+    def __post_init__(self) -> None:
+        self.brief = msgspec.structs.replace(self.info, manifests=())
 
 
 class RegistryMachine:
@@ -77,6 +84,14 @@ class RegistryMachine:
         self._entries: dict[str, _Entry] = {}
         self._lost: dict[str, int] = {}  # instance → its newest incarnation known to be dead
         self._version = 0
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(RegisterInstance, self._on_register_instance)
+        on(Heartbeat, self._on_heartbeat)
+        on(InstanceLost, self._on_instance_lost)
+        on(ViewRequest, self._on_view_request)
+        on(InstanceTimer, self._on_instance_timer)
+        on(Drain, self._on_drain)
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing: the registry waits to be told."""
@@ -84,23 +99,8 @@ class RegistryMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message; unknown and late ones change nothing."""
-        match message:
-            case RegisterInstance():
-                return self._on_register_instance(now_ns, sender, message)
-            case Heartbeat():
-                return self._on_heartbeat(sender, message)
-            case InstanceLost():
-                return self._on_instance_lost(message)
-            case ViewRequest():
-                return [Send(sender, self._view())]
-            case InstanceTimer():
-                return self._on_instance_timer(message)
-            case Drain():
-                return [Send(sender, Drained(node=self._node, actor="registry"))]
-            case StatusRequest():
-                return []  # answered by the shell
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(
         self, now_ns: int
@@ -129,19 +129,20 @@ class RegistryMachine:
         if entry is not None and info.incarnation > entry.info.incarnation:
             effects += self._bury(info.instance, entry.info.incarnation, "a newer incarnation registered")
         elif entry is not None and entry.visible and entry.info == info:
-            return [Send(sender, self._view()), self._silence_timer(info.instance, info.incarnation)]
+            return [Send(sender, self._view(_partner(info.role))), self._silence_timer(info.instance, info.incarnation)]
         links = entry.links if entry is not None and entry.info.incarnation == info.incarnation else ()
         self._entries[info.instance] = _Entry(info=info, address=sender, since_ns=now_ns, links=links)
         effects.append(self._silence_timer(info.instance, info.incarnation))
         effects.append(self._note("info", f"{info.role} instance registered", info.instance, info.incarnation))
         return effects + self._announce()
 
-    def _on_heartbeat(self, sender: str, message: Heartbeat) -> list[Effect]:
+    def _on_heartbeat(self, now_ns: int, sender: str, message: Heartbeat) -> list[Effect]:
         entry = self._entries.get(message.instance)
         if message.incarnation <= self._lost.get(message.instance, -1):
             return []
         if entry is None or message.incarnation > entry.info.incarnation:
-            return [Send(sender, self._view())]  # it sees that it is not named, and registers again
+            # It sees that it is not named and registers again. Its role is not known: it may need any manifest.
+            return [Send(sender, self._view(tuple(OPPOSITE_ROLE)))]
         if message.incarnation < entry.info.incarnation:
             return []
         effects: list[Effect] = [self._silence_timer(message.instance, message.incarnation)]
@@ -155,17 +156,23 @@ class RegistryMachine:
         elif before is not None and self._link_states() != before:
             effects += self._announce()
         elif message.view_version not in (-1, self._version):
-            effects.append(Send(sender, self._view()))
+            effects.append(Send(sender, self._view(_partner(entry.info.role))))
         effects.append(Send(GATEWAY, msgspec.structs.replace(message, view_version=self._version)))
         return effects
 
-    def _on_instance_lost(self, message: InstanceLost) -> list[Effect]:
+    def _on_instance_lost(self, now_ns: int, sender: str, message: InstanceLost) -> list[Effect]:
         if message.incarnation <= self._lost.get(message.instance, -1):
             return []
         effects = self._bury(message.instance, message.incarnation, message.reason)
         return effects + self._announce()
 
-    def _on_instance_timer(self, message: InstanceTimer) -> list[Effect]:
+    def _on_view_request(self, now_ns: int, sender: str, message: ViewRequest) -> list[Effect]:
+        return [Send(sender, self._view())]
+
+    def _on_drain(self, now_ns: int, sender: str, message: Drain) -> list[Effect]:
+        return [Send(sender, Drained(node=self._node, actor="registry"))]
+
+    def _on_instance_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
         entry = self._entries.get(message.instance)
         if entry is None or entry.info.incarnation != message.incarnation or not entry.visible:
             return []
@@ -194,23 +201,29 @@ class RegistryMachine:
 
     def _announce(self) -> list[Effect]:
         self._version += 1
-        view = self._view()
-        return [Send(address, view) for address in self._audience()]
+        for_gateway = Send(GATEWAY, self._view())
+        views = {role: self._view(_partner(role)) for role in {entry.info.role for entry in self._entries.values()}}
+        return [for_gateway, *(Send(entry.address, views[entry.info.role]) for entry in self._in_order())]
 
     def _audience(self) -> list[str]:
-        return [GATEWAY, *(entry.address for _, entry in sorted(self._entries.items()))]
+        return [GATEWAY, *(entry.address for entry in self._in_order())]
+
+    def _in_order(self) -> list[_Entry]:
+        return [entry for _, entry in sorted(self._entries.items())]
 
     def _link_states(self) -> tuple[Linked, Refused]:
         visible = {name: entry for name, entry in self._entries.items() if entry.visible}
         infos = {name: entry.info for name, entry in visible.items()}
         return link_states(infos, {name: entry.links for name, entry in visible.items()})
 
-    def _view(self) -> ClusterView:
+    def _view(self, partners: Container[InstanceRole] = ()) -> ClusterView:
+        """With the manifests of instances of these roles: for whoever links with them."""
         linked, refused = self._link_states()
+        visible = [entry for entry in self._in_order() if entry.visible]
         return ClusterView(
             version=self._version,
             registry_incarnation=self._incarnation,
-            instances=tuple(entry.info for _, entry in sorted(self._entries.items()) if entry.visible),
+            instances=tuple(entry.info if entry.info.role in partners else entry.brief for entry in visible),
             lost=tuple(sorted(self._lost.items())),
             links=linked,
             refused=refused,
@@ -223,3 +236,8 @@ class RegistryMachine:
     @staticmethod
     def _note(level: str, event: str, instance: str, incarnation: int) -> Note:
         return Note(level, event, (("instance", instance), ("incarnation", incarnation)))
+
+
+def _partner(role: InstanceRole) -> tuple[InstanceRole, ...]:
+    """The roles with which instances of ``role`` link."""
+    return (OPPOSITE_ROLE[role],) if role in OPPOSITE_ROLE else ()

@@ -76,13 +76,13 @@ def _matcher(pattern: str) -> Callable[[str], bool] | None:
 class _Armed:
     """A rule with its counters."""
 
-    def __init__(self, number: int, rule: Rule, random: Random) -> None:
+    def __init__(self, number: int, rule: Rule, seed: str) -> None:
         self.rule = rule
         self.text = f"rule {number}: {rule.do}"
-        self._random = random
         where: Occurrence | None = rule.match or rule.at or rule.write
         assert where is not None
         self._where = where
+        self._chance = Random(seed).random if where.probability < 1.0 else lambda: 0.0
         self._seen = 0
         self._struck = 0
         names = {"sender": "*", "receiver": "*", "request": "*"}
@@ -108,7 +108,7 @@ class _Armed:
             return False
         if self._seen < where.from_nth or (where.times and self._struck >= where.times):
             return False
-        if where.probability < 1.0 and self._random.random() >= where.probability:
+        if self._chance() >= where.probability:
             return False
         self._struck += 1
         return True
@@ -131,7 +131,7 @@ class NodeInjector:
         self._writes: list[_Armed] = []
         self._by_type: dict[tuple[str, str], tuple[_Armed, ...]] = {}
         for number, rule in enumerate(plan.rules, 1):
-            armed = _Armed(number, rule, Random(f"{plan.seed} {node} {incarnation} {number}"))
+            armed = _Armed(number, rule, f"{plan.seed} {node} {incarnation} {number}")
             if rule.match is not None:
                 if rule.match.incarnation in (0, incarnation):
                     self._messages.append((rule.match.type, armed))

@@ -151,7 +151,8 @@ class SimulatedPost:
         if due < actor.free_ns:
             due = actor.free_ns
         actor.free_ns = due
-        heappush(simulation.heap, (due, simulation.next_number(), node, simulation.handle, actor, envelope))
+        turn = simulation.handle if type(envelope.message) in simulation.watched else simulation.step
+        heappush(simulation.heap, (due, simulation.next_number(), node, turn, actor, envelope))
 
     def _deliver_outside_actors(self, node: SimulatedNode, envelope: Envelope) -> None:
         """To an address of this node that is no actor's."""
@@ -273,11 +274,13 @@ class SimulatedPost:
         if actor is None:
             if to in self.listeners:
                 self.listeners[to](simulation.now_ns, envelope)
-        elif actor.free_ns > simulation.now_ns or node.slow_ns or not node.running:
+            return
+        turn = simulation.handle if type(envelope.message) in simulation.watched else simulation.step
+        if actor.free_ns > simulation.now_ns or node.slow_ns or not node.running:
             actor.free_ns = max(actor.free_ns, simulation.now_ns + node.slow_ns)
-            simulation.push(actor.free_ns, node, simulation.handle, actor, envelope)
+            simulation.push(actor.free_ns, node, turn, actor, envelope)
         else:
-            simulation.handle(actor, envelope)
+            turn(actor, envelope)
 
     def _echo(self, node: SimulatedNode, envelope: Envelope, frame: bytes) -> None:
         """Let what came of a request's older epochs come once more, now that a newer one is here."""

@@ -12,7 +12,7 @@ whose simulated version asks ``SimulatedContext.call_later`` for the time that t
   a larger incarnation begins the next. As in the real post office, envelopes of an older life are dropped once a newer
   one has spoken, or ``InstanceLost`` or a ``ClusterView`` said that it is over; what was sent to a life dies with it
   (its senders get ``PeerLost`` after ``detect_ms``), what is sent while there is none waits for the next one.
-* After every step (one handled message) ``on_step`` is called: the place where invariants are checked.
+* After every step (one handled message) ``on_step`` is called, if there is one.
 
 Nothing here sleeps, reads a clock or depends on the order of a set.
 """
@@ -37,6 +37,7 @@ from messages.envelope import MESSAGE_TYPES, Envelope
 from messages.lifecycle import StatusReport, StatusRequest
 
 START_NS: Final = 1_000_000_000
+EVENTS_PER_LOOK: Final = 16
 
 Factory = Callable[[SimulatedContext], tuple[ActorSpec, ...]]
 StepHook = Callable[["SimulatedActor", Envelope, list[Effect]], None]
@@ -75,6 +76,7 @@ class Simulation:
         """Types that the injector wants to see."""
         self.on_crash: Callable[[SimulatedNode], None] | None = None
         self.nodes: dict[str, SimulatedNode] = {}
+        self._lives: list[SimulatedNode] = []  # all there ever were
         self.step_count = 0
         self.notes: list[tuple[int, str, Note]] = []
         self._notes_max = notes_max
@@ -95,6 +97,7 @@ class Simulation:
         node = SimulatedNode(config, recorder)
         node.context = SimulatedContext(self, node)
         self.nodes[config.node] = node
+        self._lives.append(node)
         for factory in factories:
             for spec in factory(node.context):
                 node.add(spec)
@@ -139,21 +142,22 @@ class Simulation:
     def run(self, for_ms: float = 1e12, until: Callable[[], bool] | None = None, events_max: int = 50_000_000) -> bool:
         """Run events for ``for_ms`` of virtual time, until nothing is left to do, or until ``until()`` holds.
 
-        Returns whether ``until()`` held (False without one). ``until`` is asked after every event.
+        Returns whether ``until()`` held (False without one). ``until`` is asked now and then: after every
+        ``EVENTS_PER_LOOK`` events, and at the end.
         """
         heap = self.heap
         end_ns = self.now_ns + int(for_ms * 1e6)
-        for _ in range(events_max):
+        for number in range(events_max):
             if not heap or heap[0][0] > end_ns:
                 self.now_ns = max(self.now_ns, end_ns) if for_ms < 1e12 else self.now_ns
-                return False
+                return until is not None and until()
             self.now_ns, _, node, function, first, second = heappop(heap)
             if node is not None and not node.running:
                 if node.alive:
                     node.backlog.append((function, first, second))
                 continue
             function(first, second)
-            if until is not None and until():
+            if until is not None and number % EVENTS_PER_LOOK == 0 and until():
                 return True
         raise SimulationError(f"no end after {events_max} events at {self.now_ns} ns")
 
@@ -161,11 +165,14 @@ class Simulation:
         """Let go of everything, so that memory is freed at once and not when somebody looks for cycles."""
         self.heap.clear()
         self.on_step = self.on_fail = self.on_crash = self.injector = None
-        for node in self.nodes.values():
+        for node in self._lives:
+            for actor in node.actors.values():
+                vars(actor.machine).clear()  # its handlers are its own methods
             node.actors.clear()
             node.by_address.clear()
             node.backlog.clear()
             node.context = None
+        self._lives.clear()
         self.nodes.clear()
         self.office.listeners.clear()
 
@@ -249,8 +256,8 @@ class Simulation:
     # -- handling -------------------------------------------------------------------------------------------------
 
     def handle(self, actor: SimulatedActor, envelope: Envelope) -> None:
-        """An envelope's turn has come."""
-        if type(envelope.message) in self.watched and self.injector is not None:
+        """The turn of an envelope has come that the injector may want to see."""
+        if self.injector is not None:
             node = actor.node
             self.injector.on_handled(self.now_ns, envelope)
             if not node.running:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import msgspec
 
-from actors.runtime.machine import StatusRequests
+from actors.runtime.machine import Handlers, StatusRequests
 from actors.scheduler.attempts import Answers, Attempt, Attempts, Ending, same_source
 from actors.scheduler.batching import Batcher, Outcome, Step
 from actors.scheduler.blocks import CachePool
@@ -41,7 +41,7 @@ from actors.scheduler.report import FinishReason, fail_request, finish_request, 
 from actors.scheduler.reservations import RECEIVE_PIN, Reservations, prompt_blocks
 from actors.scheduler.settings import Capacity, SchedulerSettings
 from actors.scheduler.transitions import DecodeEvent, DecodeState
-from messages.base import Message, attempt_of
+from messages.base import attempt_of
 from messages.handoff import AddNewRequest, FirstGeneration, ReleaseRequest
 from messages.requests import CancelRequest, SubmitRequest
 from messages.timers import RequestTimer
@@ -79,6 +79,22 @@ class DecodeSide:
         self._reservations = Reservations(settings, capacity, pool, batcher, peers, out, self._attempts, self._answers)
         self._arrivals = 0
 
+    def handlers(self) -> Handlers[None]:
+        """What is done with messages about requests."""
+        handlers: Handlers[None] = Handlers()
+        on = handlers.on
+        on(AddNewRequest, self._on_add_new_request)
+        on(FirstGeneration, self._on_first_generation)
+        on(ReleaseRequest, self._on_release_request)
+        on(LeasesReserved, self._on_leases_reserved)
+        on(LeasesRefused, self._on_leases_refused)
+        on(AllRestored, self._on_all_restored)
+        on(RestoreFailed, self._on_restore_failed)
+        on(ReceiveReleased, self._on_receive_released)
+        on(CancelRequest, self.on_cancel_request)
+        on(SubmitRequest, self._on_submit_request)
+        return handlers
+
     @property
     def live_count(self) -> int:
         """Attempts that have not ended, draining ones too."""
@@ -90,39 +106,9 @@ class DecodeSide:
         waiting = sum(attempt.state is not DecodeState.DECODING for attempt in self._attempts.live.values())
         return waiting + len(self._batcher.waiting)
 
-    def handle(self, now_ns: int, sender: str, message: Message) -> bool:
-        """React to a message about a request; whether it was one for this side."""
-        match message:
-            case AddNewRequest():
-                self._on_add_new_request(now_ns, message)
-            case FirstGeneration():
-                self._on_first_generation(now_ns, message)
-            case ReleaseRequest():
-                self._on_release_request(now_ns, sender, message)
-            case LeasesReserved():
-                self._on_leases_reserved(now_ns, message)
-            case LeasesRefused():
-                self._on_leases_refused(now_ns, message)
-            case AllRestored():
-                self._on_all_restored(now_ns, message)
-            case RestoreFailed():
-                self._on_restore_failed(now_ns, message)
-            case ReceiveReleased():
-                self._on_receive_released(now_ns, message)
-            case CancelRequest():
-                self._on_cancel_request(now_ns, message)
-            case SubmitRequest():
-                reason = f"{self._settings.instance} is a decode instance: submit to a prefill or mixed one"
-                fail_request(
-                    self._out, message.reply_to, message.request_id, message.epoch, 503, reason, retryable=True
-                )
-            case _:
-                return False
-        return True
-
     # -- reserving -----------------------------------------------------------------------------------------------
 
-    def _on_add_new_request(self, now_ns: int, offer: AddNewRequest) -> None:
+    def _on_add_new_request(self, now_ns: int, sender: str, offer: AddNewRequest) -> None:
         if self._peers.is_dead(offer.source_instance, offer.source_incarnation):
             self._out.drop_late(offer, offer.request_id, offer.epoch)
             return
@@ -152,7 +138,7 @@ class DecodeSide:
         self._attempts.add(attempt)
         self._reservations.reserve(now_ns, attempt)
 
-    def _on_leases_reserved(self, now_ns: int, message: LeasesReserved) -> None:
+    def _on_leases_reserved(self, now_ns: int, sender: str, message: LeasesReserved) -> None:
         attempt = self._find(message, DecodeState.RESERVING)
         if attempt is None or attempt.holding is None:
             return
@@ -160,7 +146,7 @@ class DecodeSide:
         self._out.start_request_timer("reservation", *attempt.key, self._settings.reservation_timeout_ms)
         self._answers.accept(attempt, prompt_blocks(self._pool, attempt), attempt.holding.slot, message.leases)
 
-    def _on_leases_refused(self, now_ns: int, message: LeasesRefused) -> None:
+    def _on_leases_refused(self, now_ns: int, sender: str, message: LeasesRefused) -> None:
         attempt = self._find(message, DecodeState.RESERVING)
         if attempt is None:
             return
@@ -172,7 +158,7 @@ class DecodeSide:
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def _on_first_generation(self, now_ns: int, message: FirstGeneration) -> None:
+    def _on_first_generation(self, now_ns: int, sender: str, message: FirstGeneration) -> None:
         key = (message.request_id, message.epoch)
         attempt = self._attempts.live.get(key)
         if attempt is None:
@@ -216,7 +202,7 @@ class DecodeSide:
         else:
             self._answers.fail(message, f"{self._settings.instance} has no reservation for this epoch")
 
-    def _on_all_restored(self, now_ns: int, message: AllRestored) -> None:
+    def _on_all_restored(self, now_ns: int, sender: str, message: AllRestored) -> None:
         attempt = self._find(message, DecodeState.RESTORING)
         if attempt is None or attempt.holding is None:
             return
@@ -229,7 +215,7 @@ class DecodeSide:
         self._batcher.resume(attempt.sequence)
         self._answers.complete(offer)
 
-    def _on_restore_failed(self, now_ns: int, message: RestoreFailed) -> None:
+    def _on_restore_failed(self, now_ns: int, sender: str, message: RestoreFailed) -> None:
         attempt = self._attempts.live.get((message.request_id, message.epoch))
         if attempt is None or attempt.state in (DecodeState.DECODING, DecodeState.DRAINING):
             self._out.drop_late(message, message.request_id, message.epoch)
@@ -273,7 +259,7 @@ class DecodeSide:
                 self._out.send(self._settings.engine, ReleaseReceive(request_id=attempt.key[0], epoch=attempt.key[1]))
                 self._out.note("info", "reservation given up", request_id=attempt.key[0], reason=reason)
 
-    def _on_receive_released(self, now_ns: int, message: ReceiveReleased) -> None:
+    def _on_receive_released(self, now_ns: int, sender: str, message: ReceiveReleased) -> None:
         attempt = self._find(message, DecodeState.DRAINING)
         if attempt is None:
             return
@@ -282,7 +268,8 @@ class DecodeSide:
         self._attempts.end(attempt, DecodeEvent.DRAINED, Ending.GIVEN_UP)
         self._answers.given_up(attempt, attempt.reason)
 
-    def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
+    def on_cancel_request(self, now_ns: int, sender: str, message: CancelRequest) -> None:
+        """Nobody waits for this request any more."""
         for attempt in self._attempts.of_request(message.request_id):
             if attempt.offer.epoch > message.epoch:
                 continue
@@ -290,6 +277,10 @@ class DecodeSide:
             self._give_up(now_ns, attempt, message.reason)
             if decoding:
                 self._finish(now_ns, attempt, "cancelled")
+
+    def _on_submit_request(self, now_ns: int, sender: str, message: SubmitRequest) -> None:
+        reason = f"{self._settings.instance} is a decode instance: submit to a prefill or mixed one"
+        fail_request(self._out, message.reply_to, message.request_id, message.epoch, 503, reason, retryable=True)
 
     def on_timer(self, now_ns: int, message: RequestTimer) -> None:
         """A reservation or a restore took too long."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.runtime.machine import StatusRequests
+from actors.runtime.machine import Handlers, StatusRequests
 from actors.scheduler.batching import Batcher, Outcome, Step
 from actors.scheduler.intake import Intake
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.report import FinishReason, fail_request, finish_request, ms_between, stream_tokens
 from actors.scheduler.sequence import Sequence
 from actors.scheduler.siblings import gather, part, samples_of
-from messages.base import Message
 from messages.requests import CancelRequest, PhaseTimes, SubmitRequest
 from messages.timers import RequestTimer
 
@@ -48,6 +47,14 @@ class LocalSide:
         self._out = out
         self._requests: dict[str, LocalRequest] = {}
 
+    def handlers(self) -> Handlers[None]:
+        """What is done with messages about requests."""
+        handlers: Handlers[None] = Handlers()
+        on = handlers.on
+        on(SubmitRequest, self._on_submit_request)
+        on(CancelRequest, self.on_cancel_request)
+        return handlers
+
     @property
     def live_count(self) -> int:
         """Requests that have not ended."""
@@ -59,18 +66,7 @@ class LocalSide:
         batcher = self._batcher
         return len(batcher.waiting) + sum(len(leader.followers) for leader in (*batcher.waiting, *batcher.running))
 
-    def handle(self, now_ns: int, sender: str, message: Message) -> bool:
-        """React to a message about a request; whether it was one for this side."""
-        match message:
-            case SubmitRequest():
-                self._on_submit_request(now_ns, message)
-            case CancelRequest():
-                self._on_cancel_request(now_ns, message)
-            case _:
-                return False
-        return True
-
-    def _on_submit_request(self, now_ns: int, message: SubmitRequest) -> None:
+    def _on_submit_request(self, now_ns: int, sender: str, message: SubmitRequest) -> None:
         taken: list[Sequence] = []
         for submit in samples_of(message):
             old = self._requests.get(submit.request_id)
@@ -88,7 +84,8 @@ class LocalSide:
         for sequence in sequences:
             self._batcher.add(sequence)
 
-    def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
+    def on_cancel_request(self, now_ns: int, sender: str, message: CancelRequest) -> None:
+        """Nobody waits for this request any more."""
         request = self._requests.get(message.request_id)
         if request is None:
             self._intake.cancels.remember(now_ns, message.request_id, message.epoch)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from actors.runtime.machine import Effect, StatusRequests, StatusValues
+from actors.runtime.machine import Effect, Handlers, StatusRequests, StatusValues
 from actors.scheduler.batching import Batcher
 from actors.scheduler.blocks import CachePool
 from actors.scheduler.decode_side import DecodeSide
@@ -83,6 +83,19 @@ class SchedulerMachine:
         self.side: Side | None = None
         self._now_ns = 0
         self._drain_to = ""
+        self._handlers: Handlers[None] = self.membership.handlers()
+        on = self._handlers.on
+        on(EngineReady, self._on_engine_ready)
+        on(BatchResult, self._on_batch_result)
+        on(StepFailed, self._on_step_failed)
+        on(NotSent, self._on_not_sent)
+        on(RequestTimer, self._on_request_timer)
+        on(InstanceTimer, self._on_instance_timer)
+        on(Drain, self._on_drain)
+        self._refusals: Handlers[None] = Handlers()  # what is said of requests while nobody here takes them
+        self._refusals.on(SubmitRequest, self._refuse)
+        self._refusals.on(AddNewRequest, self._refuse_offer)
+        self._request_handlers = self._refusals
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing: the engine says when the ranks are ready."""
@@ -91,32 +104,9 @@ class SchedulerMachine:
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message, then start what can be started."""
         self._now_ns = now_ns
-        match message:
-            case EngineReady():
-                self._on_engine_ready(message)
-            case BatchResult():
-                self._on_batch_result(now_ns, message)
-            case StepFailed():
-                self._on_step_failed(message)
-            case NotSent():
-                self._on_not_sent(now_ns, sender, message)
-            case RequestTimer():
-                if self.side is not None:
-                    self.side.on_timer(now_ns, message)
-            case Drain():
-                self._on_drain(sender, message)
-            case InstanceTimer(purpose="drain"):
-                self._on_drain_deadline(now_ns)
-            case _ if self.membership.handle(now_ns, message):
-                pass
-            case _ if self.side is not None and self.state is not SchedulerState.BROKEN:
-                self.side.handle(now_ns, sender, message)
-            case SubmitRequest():
-                self._refuse(message)
-            case AddNewRequest():
-                self._refuse_offer(message)
-            case _:
-                pass
+        handler = self._handlers.get(type(message)) or self._request_handlers.get(type(message))
+        if handler is not None:
+            handler(now_ns, sender, message)
         self._advance(now_ns)
         return self.out.take()
 
@@ -144,7 +134,7 @@ class SchedulerMachine:
 
     # -- one per message type ------------------------------------------------------------------------------------
 
-    def _on_engine_ready(self, message: EngineReady) -> None:
+    def _on_engine_ready(self, now_ns: int, sender: str, message: EngineReady) -> None:
         if self.state is not SchedulerState.STARTING or message.incarnation != self.settings.incarnation:
             return
         settings = self.settings
@@ -159,6 +149,7 @@ class SchedulerMachine:
         )
         self.batcher = Batcher(self.pool, capacity.batch_limits(settings), settings.incarnation)
         self.side = self._make_side(capacity, self.pool, self.batcher)
+        self._request_handlers = self.side.handlers()
         self.membership.begin(
             InstanceInfo(
                 instance=settings.instance,
@@ -190,7 +181,7 @@ class SchedulerMachine:
             case "DECODE":
                 return DecodeSide(settings, capacity, pool, batcher, self.peers, out)
 
-    def _on_batch_result(self, now_ns: int, message: BatchResult) -> None:
+    def _on_batch_result(self, now_ns: int, sender: str, message: BatchResult) -> None:
         if self.batcher is None or self.side is None:
             return
         step = self.batcher.step
@@ -199,10 +190,11 @@ class SchedulerMachine:
             return
         self.side.on_outcomes(now_ns, self.batcher.apply(message))
 
-    def _on_step_failed(self, message: StepFailed) -> None:
+    def _on_step_failed(self, now_ns: int, sender: str, message: StepFailed) -> None:
         if message.incarnation != self.settings.incarnation or self.state is SchedulerState.BROKEN:
             return
         self.state = SchedulerState.BROKEN
+        self._request_handlers = self._refusals
         self.out.note("error", "a step broke, the instance ends", step=message.step, reason=message.reason)
 
     def _on_not_sent(self, now_ns: int, sender: str, message: NotSent) -> None:
@@ -211,9 +203,19 @@ class SchedulerMachine:
             fail_request(self.out, GATEWAY, message.request_id, message.epoch, 500, message.reason)
         if self.side is not None:
             cancel = CancelRequest(request_id=message.request_id, epoch=message.epoch, reason=message.reason)
-            self.side.handle(now_ns, sender, cancel)
+            self.side.on_cancel_request(now_ns, sender, cancel)
 
-    def _on_drain(self, sender: str, message: Drain) -> None:
+    def _on_request_timer(self, now_ns: int, sender: str, message: RequestTimer) -> None:
+        if self.side is not None:
+            self.side.on_timer(now_ns, message)
+
+    def _on_instance_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> None:
+        if message.purpose == "drain":
+            self._on_drain_deadline(now_ns)
+        else:
+            self.membership.on_timer(message)
+
+    def _on_drain(self, now_ns: int, sender: str, message: Drain) -> None:
         if self.side is not None:
             self.side.drain(f"instance {self.settings.instance} is shutting down")
         if self.state in (SchedulerState.STARTING, SchedulerState.SERVING):
@@ -255,11 +257,11 @@ class SchedulerMachine:
         self.out.send(self._drain_to, Drained(node=f"{own.instance}.ctl", actor="scheduler"))
         self._drain_to = ""
 
-    def _refuse(self, message: SubmitRequest) -> None:
+    def _refuse(self, now_ns: int, sender: str, message: SubmitRequest) -> None:
         reason = f"instance {self.settings.instance} is {self.state.value}"
         fail_request(self.out, message.reply_to, message.request_id, message.epoch, 503, reason, retryable=True)
 
-    def _refuse_offer(self, message: AddNewRequest) -> None:
+    def _refuse_offer(self, now_ns: int, sender: str, message: AddNewRequest) -> None:
         own = self.settings
         self.out.send(
             control_address(message.source_instance, "scheduler"),

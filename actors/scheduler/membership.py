@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from actors.runtime.machine import Handlers
 from actors.scheduler.outbox import Outbox
 from actors.scheduler.peers import LinkState, Peers
 from actors.scheduler.settings import SchedulerSettings
-from messages.base import REGISTRY, Message
+from messages.base import REGISTRY
 from messages.cluster import (
+    OPPOSITE_ROLE,
     ClusterView,
     Heartbeat,
     InstanceInfo,
@@ -26,8 +28,6 @@ from messages.cluster import (
     UnlinkPeer,
 )
 from messages.timers import InstanceTimer
-
-OPPOSITE_ROLE = {"PREFILL": "DECODE", "DECODE": "PREFILL"}
 
 
 class Membership:
@@ -53,6 +53,16 @@ class Membership:
         self._view = (-1, -1)
         self.registered = False
 
+    def handlers(self) -> Handlers[None]:
+        """What is done with messages about the cluster."""
+        handlers: Handlers[None] = Handlers()
+        on = handlers.on
+        on(ClusterView, self._on_cluster_view)
+        on(InstanceLost, self._on_instance_lost)
+        on(PeerLinked, self._on_peer_linked)
+        on(LinkFailed, self._on_link_failed)
+        return handlers
+
     @property
     def view_version(self) -> int:
         """Version of the newest view seen, -1 before the first."""
@@ -64,24 +74,10 @@ class Membership:
         self._register()
         self._beat()
 
-    def handle(self, now_ns: int, message: Message) -> bool:
-        """React to a message about the cluster; whether it was one."""
-        match message:
-            case ClusterView():
-                self._on_cluster_view(message)
-            case InstanceLost():
-                self._lose(message.instance, message.incarnation, message.reason)
-            case PeerLinked():
-                self._on_peer_linked(message)
-            case LinkFailed():
-                self._on_link_failed(message)
-            case InstanceTimer():
-                return self._on_instance_timer(message)
-            case _:
-                return False
-        return True
+    def _on_instance_lost(self, now_ns: int, sender: str, message: InstanceLost) -> None:
+        self._lose(message.instance, message.incarnation, message.reason)
 
-    def _on_cluster_view(self, view: ClusterView) -> None:
+    def _on_cluster_view(self, now_ns: int, sender: str, view: ClusterView) -> None:
         if (view.registry_incarnation, view.version) < self._view:
             return
         self._view = (view.registry_incarnation, view.version)
@@ -122,7 +118,7 @@ class Membership:
             self._out.note("warning", "peer lost", instance=instance, incarnation=incarnation, reason=reason)
         self._on_lost(instance, incarnation)
 
-    def _on_peer_linked(self, message: PeerLinked) -> None:
+    def _on_peer_linked(self, now_ns: int, sender: str, message: PeerLinked) -> None:
         peer = self._peers.get(message.instance, message.incarnation)
         if peer is None or peer.state is LinkState.LINKED:
             return
@@ -131,7 +127,7 @@ class Membership:
         self._beat()  # whoever waits for this link waits no longer than it takes
         self._on_linked()
 
-    def _on_link_failed(self, message: LinkFailed) -> None:
+    def _on_link_failed(self, now_ns: int, sender: str, message: LinkFailed) -> None:
         peer = self._peers.get(message.instance, message.incarnation)
         if peer is None or peer.state is LinkState.LINKED:
             return
@@ -152,7 +148,8 @@ class Membership:
         delay_ms = self._settings.link_retry_ms * 2 ** (peer.link_attempts - 1)
         self._out.start_instance_timer("link", message.instance, message.incarnation, delay_ms)
 
-    def _on_instance_timer(self, message: InstanceTimer) -> bool:
+    def on_timer(self, message: InstanceTimer) -> None:
+        """Time to register again, to beat, or to try a link again."""
         match message.purpose:
             case "register":
                 if not self.registered:
@@ -165,9 +162,6 @@ class Membership:
                     peer.state = LinkState.LINKING
                     peer.link_attempts += 1
                     self._out.send(self._settings.engine, LinkPeer(peer=peer.info))
-            case _:
-                return False
-        return True
 
     def _register(self) -> None:
         if self._info is not None:

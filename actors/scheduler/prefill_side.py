@@ -36,7 +36,7 @@ them read the leader's memory, which is freed when the last one's hand-off is co
 
 from __future__ import annotations
 
-from actors.runtime.machine import StatusRequests
+from actors.runtime.machine import Handlers, StatusRequests
 from actors.scheduler.batching import Batcher, Outcome, Step
 from actors.scheduler.blocks import CachePool
 from actors.scheduler.intake import Intake
@@ -50,7 +50,6 @@ from actors.scheduler.sequence import Sequence
 from actors.scheduler.settings import SchedulerSettings
 from actors.scheduler.siblings import gather, part, samples_of
 from actors.scheduler.transitions import PrefillEvent, PrefillState
-from messages.base import Message
 from messages.handoff import (
     HandoffComplete,
     HandoffFailed,
@@ -88,6 +87,21 @@ class PrefillSide:
         self._book = PrefillBook()
         self._offering = Offering(settings, pool, batcher, peers, out, self._book, self.offers, self._fail)
 
+    def handlers(self) -> Handlers[None]:
+        """What is done with messages about requests."""
+        handlers: Handlers[None] = Handlers()
+        on = handlers.on
+        on(SubmitRequest, self._on_submit_request)
+        on(CancelRequest, self.on_cancel_request)
+        on(RequestAccepted, self._on_request_accepted)
+        on(RequestRefused, self._on_request_refused)
+        on(HandoffComplete, self._on_handoff_complete)
+        on(HandoffFailed, self._on_handoff_failed)
+        on(RequestReleased, self._on_request_released)
+        on(PushFailed, self._on_push_failed)
+        on(PushClosed, self._on_push_closed)
+        return handlers
+
     @property
     def live_count(self) -> int:
         """Requests that have not ended."""
@@ -98,35 +112,9 @@ class PrefillSide:
         """Requests whose prefill has not begun."""
         return self._book.count(S.FOLLOWING, S.QUEUED, S.OFFERING, S.BACKOFF, S.ACCEPTED)
 
-    def handle(self, now_ns: int, sender: str, message: Message) -> bool:
-        """React to a message about a request; whether it was one for this side."""
-        match message:
-            case SubmitRequest():
-                self._on_submit_request(now_ns, message)
-            case CancelRequest():
-                self._on_cancel_request(now_ns, message)
-            case RequestAccepted():
-                self._on_request_accepted(now_ns, sender, message)
-            case RequestRefused():
-                self._on_request_refused(now_ns, message)
-            case HandoffComplete():
-                self._on_handoff_complete(now_ns, message)
-            case HandoffFailed():
-                self._on_given_back(now_ns, message, message.reason)
-            case RequestReleased():
-                self._on_given_back(now_ns, message, "the decode instance released it")
-            case PushFailed():
-                self._on_push_failed(message)
-            case PushClosed():
-                if not self.offers.push_closed((message.request_id, message.epoch)):
-                    self._out.drop_late(message, message.request_id, message.epoch)
-            case _:
-                return False
-        return True
-
     # -- the gateway ---------------------------------------------------------------------------------------------
 
-    def _on_submit_request(self, now_ns: int, message: SubmitRequest) -> None:
+    def _on_submit_request(self, now_ns: int, sender: str, message: SubmitRequest) -> None:
         taken: list[PrefillRequest] = []
         for submit in samples_of(message):
             old = self._book.requests.get(submit.request_id)
@@ -146,7 +134,8 @@ class PrefillSide:
             if request.sequence.leader is not None:
                 self._book.move(now_ns, request, E.FOLLOW)
 
-    def _on_cancel_request(self, now_ns: int, message: CancelRequest) -> None:
+    def on_cancel_request(self, now_ns: int, sender: str, message: CancelRequest) -> None:
+        """Nobody waits for this request any more."""
         request = self._book.requests.get(message.request_id)
         if request is None:
             self._intake.cancels.remember(now_ns, message.request_id, message.epoch)
@@ -185,7 +174,7 @@ class PrefillSide:
         self._book.move(now_ns, request, E.ACCEPT)
         self._batcher.resume(sequence)
 
-    def _on_request_refused(self, now_ns: int, message: RequestRefused) -> None:
+    def _on_request_refused(self, now_ns: int, sender: str, message: RequestRefused) -> None:
         self._peers.heard_from(message.instance, message.incarnation)
         offer = self.offers.find(message.request_id, message.epoch, message.instance, message.incarnation)
         if offer is None or offer.accepted is not None:  # a doubled offer is refused after it was taken
@@ -207,7 +196,7 @@ class PrefillSide:
         if request.is_online and message.code == 404:
             self._offering.withdraw_offline(now_ns)
 
-    def _on_handoff_complete(self, now_ns: int, message: HandoffComplete) -> None:
+    def _on_handoff_complete(self, now_ns: int, sender: str, message: HandoffComplete) -> None:
         self._peers.heard_from(message.instance, message.incarnation)
         offer = self.offers.find(message.request_id, message.epoch, message.instance, message.incarnation)
         request = self._current(offer)
@@ -217,6 +206,12 @@ class PrefillSide:
         self.offers.close(offer)
         request.offer = None
         self._leave(now_ns, request, E.COMPLETE)
+
+    def _on_handoff_failed(self, now_ns: int, sender: str, message: HandoffFailed) -> None:
+        self._on_given_back(now_ns, message, message.reason)
+
+    def _on_request_released(self, now_ns: int, sender: str, message: RequestReleased) -> None:
+        self._on_given_back(now_ns, message, "the decode instance released it")
 
     def _on_given_back(self, now_ns: int, message: HandoffFailed | RequestReleased, reason: str) -> None:
         self._peers.heard_from(message.instance, message.incarnation)
@@ -245,7 +240,7 @@ class PrefillSide:
         request.sequence.push = False
         self._book.move(now_ns, request, E.LOSE)
 
-    def _on_push_failed(self, message: PushFailed) -> None:
+    def _on_push_failed(self, now_ns: int, sender: str, message: PushFailed) -> None:
         """The decode instance learns of it too, gives the attempt up and says so; nothing is to be done here."""
         self._out.note(
             "warning",
@@ -255,6 +250,10 @@ class PrefillSide:
             decode_instance=message.target_instance,
             reason=message.reason,
         )
+
+    def _on_push_closed(self, now_ns: int, sender: str, message: PushClosed) -> None:
+        if not self.offers.push_closed((message.request_id, message.epoch)):
+            self._out.drop_late(message, message.request_id, message.epoch)
 
     def on_instance_lost(self, now_ns: int, instance: str, incarnation: int) -> None:
         """Offers to a dead decode instance are over: nothing of it reads or writes any more."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from actors.runtime.machine import StatusRequests
+from actors.runtime.machine import Handlers, StatusRequests
 from actors.scheduler.batching import Outcome, Step
-from messages.base import Message
+from messages.requests import CancelRequest
 from messages.timers import RequestTimer
 
 
@@ -23,8 +23,12 @@ class Side(Protocol):
         """Requests of which nothing runs yet."""
         ...
 
-    def handle(self, now_ns: int, sender: str, message: Message) -> bool:
-        """React to a message about a request; whether it was one for this side."""
+    def handlers(self) -> Handlers[None]:
+        """What is done with messages about requests."""
+        ...
+
+    def on_cancel_request(self, now_ns: int, sender: str, message: CancelRequest) -> None:
+        """Nobody waits for this request any more."""
         ...
 
     def on_timer(self, now_ns: int, message: RequestTimer) -> None:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
+from actors.runtime.machine import Effect, Handlers, Note, Run, Send, StartTimer, StopTimer
 from actors.supervisor.jobs import CleanUnit, SignalProcess, StartProcess
 from actors.supervisor.linking import Linking
 from actors.supervisor.units import (
@@ -121,6 +121,20 @@ class SupervisorMachine:
         self._restarts = 0
         self._check_due_ns = 0
         self._link_poll_ms = LINK_POLL_MS
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(ProcessStarted, self._on_process_started)
+        on(ProcessExited, self._on_process_exited)
+        on(NodeReady, self._on_node_ready)
+        on(NodeProgress, self._on_node_progress)
+        on(NodeFailed, self._on_node_failed)
+        on(NodeHealth, self._on_node_health)
+        on(ClusterView, self._on_cluster_view)
+        on(InstanceSilent, self._on_instance_silent)
+        on(UnitCleaned, self._on_unit_cleaned)
+        on(Drained, self._on_drained)
+        on(Stop, self._on_stop)
+        on(InstanceTimer, self._on_instance_timer)
 
     def start(self, now_ns: int) -> list[Effect]:
         """Start every unit at once; links between nodes wait for each other by themselves."""
@@ -133,33 +147,8 @@ class SupervisorMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message; late ones change nothing."""
-        match message:
-            case ProcessStarted():
-                return self._on_process_started(message)
-            case ProcessExited():
-                return self._on_process_exited(now_ns, message)
-            case NodeReady():
-                return self._on_node_ready(now_ns, message)
-            case NodeProgress():
-                return [Send(CONSOLE, message)] if self._node(message.node, message.incarnation) else []
-            case NodeFailed():
-                return self._on_node_failed(now_ns, message)
-            case NodeHealth():
-                return self._on_node_health(now_ns, message)
-            case ClusterView():
-                return self._on_cluster_view(message)
-            case InstanceSilent():
-                return self._on_instance_silent(message)
-            case UnitCleaned():
-                return self._on_unit_cleaned(now_ns, message)
-            case Drained():
-                return self._on_drained(message)
-            case Stop():
-                return self._on_stop(message)
-            case InstanceTimer():
-                return self._on_instance_timer(now_ns, message)
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(
         self, now_ns: int
@@ -179,14 +168,14 @@ class SupervisorMachine:
 
     # -- one per message type ----------------------------------------------------------------------------------------
 
-    def _on_process_started(self, message: ProcessStarted) -> list[Effect]:
+    def _on_process_started(self, now_ns: int, sender: str, message: ProcessStarted) -> list[Effect]:
         node = self._node(message.node, message.incarnation)
         if node is None:
             return []
         node.pid = message.pid
         return [Note("debug", f"{node.name} started", (("pid", node.pid), ("incarnation", message.incarnation)))]
 
-    def _on_process_exited(self, now_ns: int, message: ProcessExited) -> list[Effect]:
+    def _on_process_exited(self, now_ns: int, sender: str, message: ProcessExited) -> list[Effect]:
         unit, node = self._units.get(unit_of(message.node)), self._node(message.node, message.incarnation)
         if unit is None or node is None or not node.alive:
             return []
@@ -198,7 +187,7 @@ class SupervisorMachine:
             effects += self._bury(unit)
         return effects
 
-    def _on_node_ready(self, now_ns: int, message: NodeReady) -> list[Effect]:
+    def _on_node_ready(self, now_ns: int, sender: str, message: NodeReady) -> list[Effect]:
         node = self._node(message.node, message.incarnation)
         if node is None or not node.alive or node.ready:
             return []
@@ -209,7 +198,10 @@ class SupervisorMachine:
             effects += [Send(REGISTRY, lost) for lost in self._lost.values() if lost.instance != FRONT]
         return effects + self._update_states()
 
-    def _on_node_failed(self, now_ns: int, message: NodeFailed) -> list[Effect]:
+    def _on_node_progress(self, now_ns: int, sender: str, message: NodeProgress) -> list[Effect]:
+        return [Send(CONSOLE, message)] if self._node(message.node, message.incarnation) else []
+
+    def _on_node_failed(self, now_ns: int, sender: str, message: NodeFailed) -> list[Effect]:
         unit = self._units.get(unit_of(message.node))
         if unit is None or unit.incarnation != message.incarnation:
             return []
@@ -223,14 +215,14 @@ class SupervisorMachine:
                 return self._give_up(unit)
         return []
 
-    def _on_node_health(self, now_ns: int, message: NodeHealth) -> list[Effect]:
+    def _on_node_health(self, now_ns: int, sender: str, message: NodeHealth) -> list[Effect]:
         node = self._node(message.node, message.incarnation)
         if node is None or not node.alive:
             return []
         node.health, node.heard_ns = message, now_ns
         return []
 
-    def _on_cluster_view(self, message: ClusterView) -> list[Effect]:
+    def _on_cluster_view(self, now_ns: int, sender: str, message: ClusterView) -> list[Effect]:
         for info in message.instances:
             unit = self._units.get(info.instance)
             if unit is not None and unit.incarnation == info.incarnation:
@@ -241,13 +233,13 @@ class SupervisorMachine:
         ]
         return refused + self._update_states()
 
-    def _on_instance_silent(self, message: InstanceSilent) -> list[Effect]:
+    def _on_instance_silent(self, now_ns: int, sender: str, message: InstanceSilent) -> list[Effect]:
         unit = self._units.get(message.instance)
         if unit is None or unit.incarnation != message.incarnation or unit.state is not UnitState.RUNNING:
             return []
         return [Note("warning", f"{unit.name} sends no heartbeats and gets no work", (("ms", message.silent_ms),))]
 
-    def _on_unit_cleaned(self, now_ns: int, message: UnitCleaned) -> list[Effect]:
+    def _on_unit_cleaned(self, now_ns: int, sender: str, message: UnitCleaned) -> list[Effect]:
         if message.unit == "":
             if self._phase is not Phase.CLEANING:
                 return []
@@ -262,18 +254,18 @@ class SupervisorMachine:
             return self._clean_when_all_ended()
         return self._restart_later(now_ns, unit)
 
-    def _on_drained(self, message: Drained) -> list[Effect]:
+    def _on_drained(self, now_ns: int, sender: str, message: Drained) -> list[Effect]:
         self._waiting_drained.discard(f"{message.node}/{message.actor}")
         return self._drain_on() if self._phase in _DRAINING and not self._waiting_drained else []
 
-    def _on_stop(self, message: Stop) -> list[Effect]:
+    def _on_stop(self, now_ns: int, sender: str, message: Stop) -> list[Effect]:
         if self._phase in _UP:
             return self._wind_down(message.reason, self._options.drain_timeout_ms, failed=False)
         if self._phase in _DRAINING:
             return [Note("warning", "stopping at once"), *self._stop_nodes()]
         return []
 
-    def _on_instance_timer(self, now_ns: int, message: InstanceTimer) -> list[Effect]:
+    def _on_instance_timer(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
         unit = self._units.get(message.instance)
         match message.purpose:
             case "check":

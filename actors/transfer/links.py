@@ -66,6 +66,7 @@ class LinkTable:
         self._windows = windows
         self._verify = verify
         self._links: dict[PeerKey, PeerLink] = {}
+        self.lost: dict[PeerKey, PeerLink] = {}  # those of them whose peer is dead
 
     def find(self, instance: str, incarnation: int) -> PeerLink | None:
         """The link with that life of that peer, in any state."""
@@ -76,13 +77,15 @@ class LinkTable:
         link = self.find(instance, incarnation)
         return link if link is not None and link.state is LinkState.LINKED else None
 
-    def lost(self) -> list[PeerLink]:
-        """Links whose peer is dead and whose regions are still mapped."""
-        return [link for link in self._links.values() if link.state is LinkState.LOST and link.mapped]
+    def lose(self, link: PeerLink) -> None:
+        """The peer is dead, or could not be mapped: nothing new begins on this link."""
+        link.state = LinkState.LOST
+        self.lost[link.key] = link
 
     def forget(self, link: PeerLink) -> None:
         """The link is gone."""
-        self._links.pop(link.key, None)
+        del self._links[link.key]
+        del self.lost[link.key]
 
     def __len__(self) -> int:
         return len(self._links)

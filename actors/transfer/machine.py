@@ -10,8 +10,7 @@ Theory. One actor per rank. On a prefill rank it pushes (``source_machine.py``),
   ``UnlinkPeer`` (or ``InstanceLost``) the link is lost: both sides end what depended on it; when the last attempt is
   gone the regions are unmapped.
 
-Who says what to whom is written in ``messages/transfer.py``; every message of that file that reaches this actor has one
-case below, in the order of the file.
+Who says what to whom is written in ``messages/transfer.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from actors.runtime.config import Options
-from actors.runtime.machine import Effect, Fail, Note, Run, Send
+from actors.runtime.machine import Effect, Fail, Handlers, Note, Run, Send
 from actors.transfer.jobs import CreateStaging, UnmapPeer
 from actors.transfer.links import LinkState, LinkTable, PeerLink, TooEarly
 from actors.transfer.routes import PlanRefused
@@ -29,33 +28,10 @@ from actors.transfer.target_machine import TargetMachine
 from messages.base import Message, control_address
 from messages.cluster import InstanceLost, LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
 from messages.lifecycle import WorkerReady
-from messages.timers import RequestTimer
 from messages.transfer import (
-    AbortPush,
-    ChunkArrived,
-    ChunkMerged,
-    ClosePush,
-    LayerReady,
-    LayersArrived,
-    LeaseFreed,
-    LeaseGranted,
-    LeaseRefused,
-    Merged,
-    MergeFailed,
-    OpenPush,
-    OpenReceive,
     PeerMapped,
-    PeerUnmapped,
-    PullDone,
-    PullKVCache,
-    PushClosed,
-    PushDrained,
-    PushFailed,
-    ReleaseReceive,
     StagingCreated,
     StagingReady,
-    VerifyDone,
-    WriteDone,
 )
 
 Values = tuple[tuple[str, float | int | str], ...]
@@ -84,6 +60,16 @@ class TransferMachine:
             parallel=options.enable_pd_parallel_shard_pull,
             verify=verify,
         )
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(WorkerReady, self._on_worker_ready)
+        on(StagingCreated, self._on_staging_created)
+        on(LinkPeer, self._on_link_peer)
+        on(PeerMapped, self._on_peer_mapped)
+        on(UnlinkPeer, self._on_unlink_peer)
+        on(InstanceLost, self._on_instance_lost)
+        self._handlers.update(self.source.handlers())
+        self._handlers.update(self.target.handlers())
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing until the worker is ready."""
@@ -91,79 +77,9 @@ class TransferMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """See ``actors/runtime/machine.py``."""
-        match message:
-            case WorkerReady():
-                return self._on_worker_ready(message)
-            case StagingCreated():
-                return self._on_staging_created(message)
-            case LinkPeer():
-                return self._on_link_peer(sender, message)
-            case PeerMapped():
-                return self._on_peer_mapped(message)
-            case UnlinkPeer():
-                heard = PeerUnlinked(instance=message.instance, incarnation=message.incarnation, rank=self._rank)
-                effects = self._on_peer_lost(now_ns, message.instance, message.incarnation)
-                return [*effects, Send(sender, heard)]
-            case InstanceLost():
-                return self._on_peer_lost(now_ns, message.instance, message.incarnation)
-            case PeerUnmapped():
-                return []
-            case _:
-                effects = self._handle_transfer(now_ns, sender, message)
-                return effects + self._unmap_unused()
-
-    def _handle_transfer(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
-        """The conversation about attempts."""
-        source, target = self.source, self.target
-        match message:
-            case OpenReceive():
-                return target.on_open_receive(now_ns, sender, message)
-            case LeaseGranted():
-                return target.on_lease_granted(now_ns, message)
-            case LeaseRefused():
-                return target.on_lease_refused(now_ns, message)
-            case LeaseFreed():
-                return target.on_lease_freed(message)
-            case OpenPush():
-                return source.on_open_push(now_ns, sender, message)
-            case LayerReady():
-                return source.on_layer_ready(message)
-            case LayersArrived():
-                return target.on_layers_arrived(message)
-            case ChunkArrived():
-                return target.on_chunk_arrived(now_ns, message)
-            case ChunkMerged():
-                return source.on_chunk_merged(message)
-            case PushFailed():
-                return target.on_push_failed(now_ns, sender, message)
-            case ClosePush():
-                effects = source.on_close_push(message)
-                if (message.request_id, message.epoch) in source.pushes:
-                    return effects  # a write still reads the source blocks; the engine asks again
-                closed = PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank)
-                return [*effects, Send(sender, closed)]
-            case AbortPush():
-                return source.on_abort_push(sender, message)
-            case PushDrained():
-                return target.on_push_drained(now_ns, message)
-            case PullKVCache():
-                return target.on_pull_kv_cache(now_ns, message)
-            case Merged():
-                return target.on_merged(now_ns, message)
-            case MergeFailed():
-                return target.on_merge_failed(now_ns, message)
-            case ReleaseReceive():
-                return target.on_release_receive(now_ns, sender, message)
-            case WriteDone():
-                return source.on_write_done(message)
-            case PullDone():
-                return target.on_pull_done(now_ns, message)
-            case VerifyDone():
-                return target.on_verify_done(now_ns, message)
-            case RequestTimer():
-                return target.on_nudge(message)
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        effects = handler(now_ns, sender, message) if handler is not None else []
+        return effects + self._unmap_unused() if self.links.lost else effects
 
     def status(self, now_ns: int) -> tuple[Values, Requests]:
         """Links, attempts on both sides, and what each of them waits for."""
@@ -188,7 +104,7 @@ class TransferMachine:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    def _on_worker_ready(self, message: WorkerReady) -> list[Effect]:
+    def _on_worker_ready(self, now_ns: int, sender: str, message: WorkerReady) -> list[Effect]:
         if self._role != "DECODE":
             return [Send(self._engine, message)]
         if self._ready is not None:
@@ -208,7 +124,7 @@ class TransferMachine:
         region_id = f"{self._node}.{self._incarnation}.staging"
         return [Run(CreateStaging(region_id=region_id, size_bytes=staging_bytes))]
 
-    def _on_staging_created(self, message: StagingCreated) -> list[Effect]:
+    def _on_staging_created(self, now_ns: int, sender: str, message: StagingCreated) -> list[Effect]:
         if self._ready is None:
             return []
         if message.region is None:
@@ -226,7 +142,7 @@ class TransferMachine:
 
     # -- links ----------------------------------------------------------------------------------------------------
 
-    def _on_link_peer(self, sender: str, message: LinkPeer) -> list[Effect]:
+    def _on_link_peer(self, now_ns: int, sender: str, message: LinkPeer) -> list[Effect]:
         peer = message.peer
         known = self.links.find(peer.instance, peer.incarnation)
         if known is not None:
@@ -239,39 +155,43 @@ class TransferMachine:
             return [self._link_failed(sender, peer.instance, peer.incarnation, str(refusal), final=final)]
         return [Run(job)]
 
-    def _on_peer_mapped(self, message: PeerMapped) -> list[Effect]:
+    def _on_peer_mapped(self, now_ns: int, sender: str, message: PeerMapped) -> list[Effect]:
         link = self.links.find(message.instance, message.incarnation)
         if link is None or link.mapped:
             return []
         link.mapped = True
         if link.state is LinkState.LOST or message.error:
-            link.state = LinkState.LOST  # unmapped below what was mapped
-            failed = self._link_failed(
-                link.asked_by, link.instance, link.incarnation, message.error or "lost meanwhile"
-            )
-            return [failed, *self._unmap(link)]
+            self.links.lose(link)  # unmapped below what was mapped
+            reason = message.error or "lost meanwhile"
+            return [self._link_failed(link.asked_by, link.instance, link.incarnation, reason)]
         link.state = LinkState.LINKED
         return [Send(link.asked_by, self._linked(link))]
+
+    def _on_unlink_peer(self, now_ns: int, sender: str, message: UnlinkPeer) -> list[Effect]:
+        heard = PeerUnlinked(instance=message.instance, incarnation=message.incarnation, rank=self._rank)
+        return [*self._on_peer_lost(now_ns, message.instance, message.incarnation), Send(sender, heard)]
+
+    def _on_instance_lost(self, now_ns: int, sender: str, message: InstanceLost) -> list[Effect]:
+        return self._on_peer_lost(now_ns, message.instance, message.incarnation)
 
     def _on_peer_lost(self, now_ns: int, instance: str, incarnation: int) -> list[Effect]:
         link = self.links.find(instance, incarnation)
         if link is None or link.state is LinkState.LOST:
             return []
-        link.state = LinkState.LOST
+        self.links.lose(link)
         if not link.mapped:
             return []  # PeerMapped is on its way and ends it
-        lost = self.target.on_peer_lost(now_ns, link) if link.peer_is_source else self.source.on_peer_lost(link)
-        return lost + self._unmap_unused()
+        return self.target.on_peer_lost(now_ns, link) if link.peer_is_source else self.source.on_peer_lost(link)
 
     def _unmap_unused(self) -> list[Effect]:
-        """Unmap lost peers to which nothing refers any more."""
-        unused = [link for link in self.links.lost() if not link.users]
-        return [effect for link in unused for effect in self._unmap(link)]
-
-    def _unmap(self, link: PeerLink) -> list[Effect]:
-        self.links.forget(link)
-        note = Note("info", "peer unmapped", (("instance", link.instance), ("incarnation", link.incarnation)))
-        return [note, Run(UnmapPeer(instance=link.instance, incarnation=link.incarnation))]
+        """Unmap lost peers to which nothing refers any more; called after every message while there are any."""
+        effects: list[Effect] = []
+        for link in [link for link in self.links.lost.values() if link.mapped and not link.users]:
+            self.links.forget(link)
+            fields = (("instance", link.instance), ("incarnation", link.incarnation))
+            unmap = UnmapPeer(instance=link.instance, incarnation=link.incarnation)
+            effects += [Note("info", "peer unmapped", fields), Run(unmap)]
+        return effects
 
     def _linked(self, link: PeerLink) -> PeerLinked:
         return PeerLinked(instance=link.instance, incarnation=link.incarnation, rank=self.links.rank)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from actors.runtime.machine import Effect, Note, Run, Send
+from actors.runtime.machine import Effect, Handlers, Note, Run, Send
 from actors.transfer.attempts import Attempt, Tombstones
 from actors.transfer.jobs import WriteJob
 from actors.transfer.links import LinkTable, PeerLink
@@ -41,6 +41,7 @@ from messages.transfer import (
     LayerReady,
     LayersArrived,
     OpenPush,
+    PushClosed,
     PushDrained,
     PushFailed,
     WriteDone,
@@ -71,6 +72,18 @@ class SourceMachine:
         self.late_count = 0
         self.bytes_written = 0
 
+    def handlers(self) -> Handlers[list[Effect]]:
+        """What is done with messages about the attempts that this rank sends."""
+        handlers: Handlers[list[Effect]] = Handlers()
+        on = handlers.on
+        on(OpenPush, self.on_open_push)
+        on(LayerReady, self.on_layer_ready)
+        on(WriteDone, self.on_write_done)
+        on(ChunkMerged, self.on_chunk_merged)
+        on(AbortPush, self.on_abort_push)
+        on(ClosePush, self.on_close_push)
+        return handlers
+
     # -- messages -------------------------------------------------------------------------------------------------
 
     def on_open_push(self, now_ns: int, sender: str, message: OpenPush) -> list[Effect]:
@@ -96,11 +109,14 @@ class SourceMachine:
         for lane in push.lanes.values():
             effects += self._push_what_is_ready(push, lane)
         for early in self._early.pop(attempt, ()):
-            effects += self.on_layer_ready(early)
+            effects += self._take_layer(early)
         return effects
 
-    def on_layer_ready(self, message: LayerReady) -> list[Effect]:
+    def on_layer_ready(self, now_ns: int, sender: str, message: LayerReady) -> list[Effect]:
         """Write one layer of one chunk to every target rank that the plan routes it to."""
+        return self._take_layer(message)
+
+    def _take_layer(self, message: LayerReady) -> list[Effect]:
         attempt = (message.request_id, message.epoch)
         push = self.pushes.get(attempt)
         if push is None and attempt not in self._ended:
@@ -130,7 +146,7 @@ class SourceMachine:
             effects += self._arrive(push, lane, number)
         return effects
 
-    def on_write_done(self, message: WriteDone) -> list[Effect]:
+    def on_write_done(self, now_ns: int, sender: str, message: WriteDone) -> list[Effect]:
         """A write job ended."""
         push = self.pushes.get((message.request_id, message.epoch))
         lane = push.lanes.get(message.target_rank) if push else None
@@ -154,7 +170,7 @@ class SourceMachine:
         self._forget_if_over(push)
         return effects
 
-    def on_chunk_merged(self, message: ChunkMerged) -> list[Effect]:
+    def on_chunk_merged(self, now_ns: int, sender: str, message: ChunkMerged) -> list[Effect]:
         """A window is free again: write what waited for it."""
         push = self.pushes.get((message.request_id, message.epoch))
         lane = push.lanes.get(message.target_rank) if push else None
@@ -166,7 +182,7 @@ class SourceMachine:
         lane.merged.add(message.chunk_index)
         return self._write(push, lane, message.chunk_index + len(lane.windows))
 
-    def on_abort_push(self, sender: str, message: AbortPush) -> list[Effect]:
+    def on_abort_push(self, now_ns: int, sender: str, message: AbortPush) -> list[Effect]:
         """Stop, and say when no write is in flight."""
         attempt = (message.request_id, message.epoch)
         push = self.pushes.get(attempt)
@@ -181,7 +197,7 @@ class SourceMachine:
         lane.abort_asked_by = sender
         return []
 
-    def on_close_push(self, message: ClosePush) -> list[Effect]:
+    def on_close_push(self, now_ns: int, sender: str, message: ClosePush) -> list[Effect]:
         """The hand-off is over."""
         attempt = (message.request_id, message.epoch)
         self._ended.add(attempt)
@@ -190,7 +206,9 @@ class SourceMachine:
         if push is not None:
             push.advance(PushEvent.CLOSED)
             self._forget_if_over(push)
-        return []
+        if attempt in self.pushes:
+            return []  # a write still reads the source blocks; the engine asks again
+        return [Send(sender, PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank))]
 
     def on_peer_lost(self, link: PeerLink) -> list[Effect]:
         """The target's incarnation is dead: nothing more is written to it."""

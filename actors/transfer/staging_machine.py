@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from actors.runtime.machine import Effect, Note, Run, Send, TableKey
+from actors.runtime.machine import Effect, Handlers, Note, Run, Send, TableKey
 from actors.transfer.attempts import Table
 from actors.transfer.jobs import MergeJob
 from actors.transfer.staging import StagingSpace, cut, range_bytes
@@ -125,6 +125,13 @@ class StagingMachine:
         self._late_count = 0
         self._merge_count = 0
         self._merged_bytes = 0
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(StagingReady, self._on_staging_ready)
+        on(GrantLease, self._on_grant_lease)
+        on(Restore, self._on_restore)
+        on(MergeDone, self._on_merge_done)
+        on(FreeLease, self._on_free_lease)
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing until the region exists."""
@@ -132,19 +139,8 @@ class StagingMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """See ``actors/runtime/machine.py``."""
-        match message:
-            case StagingReady():
-                return self._on_staging_ready(message)
-            case GrantLease():
-                return self._on_grant_lease(now_ns, sender, message)
-            case Restore():
-                return self._on_restore(message)
-            case MergeDone():
-                return self._on_merge_done(message)
-            case FreeLease():
-                return self._on_free_lease(sender, message)
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(
         self, now_ns: int
@@ -171,7 +167,7 @@ class StagingMachine:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _on_staging_ready(self, message: StagingReady) -> list[Effect]:
+    def _on_staging_ready(self, now_ns: int, sender: str, message: StagingReady) -> list[Effect]:
         if self._space.size_bytes:
             return self._late()
         self._space = StagingSpace(message.region.size_bytes)
@@ -205,7 +201,7 @@ class StagingMachine:
         reason = f"staging is full: a lease of {size >> 20} MiB, {used >> 20} of {whole >> 20} MiB granted"
         return Send(sender, LeaseRefused(request_id=message.request_id, epoch=message.epoch, reason=reason))
 
-    def _on_restore(self, message: Restore) -> list[Effect]:
+    def _on_restore(self, now_ns: int, sender: str, message: Restore) -> list[Effect]:
         lease = self._find(message.request_id, message.epoch, message.generation)
         piece = (message.kind, message.piece_index, message.part)
         if lease is None or piece in lease.pieces or not lease.allows(LeaseEvent.PIECE_ARRIVED):
@@ -215,7 +211,7 @@ class StagingMachine:
         self._waiting.append((lease, message))
         return self._next_merge()
 
-    def _on_merge_done(self, message: MergeDone) -> list[Effect]:
+    def _on_merge_done(self, now_ns: int, sender: str, message: MergeDone) -> list[Effect]:
         if self._running is None:
             return self._late()
         lease, restore = self._running
@@ -232,7 +228,7 @@ class StagingMachine:
             lease.advance(LeaseEvent.PIECE_ARRIVED)
         return [Send(lease.owner, _merge_answer(message)), *self._next_merge()]
 
-    def _on_free_lease(self, sender: str, message: FreeLease) -> list[Effect]:
+    def _on_free_lease(self, now_ns: int, sender: str, message: FreeLease) -> list[Effect]:
         lease = self._find(message.request_id, message.epoch, message.generation)
         if lease is None:
             self._late_count += 1

@@ -22,7 +22,7 @@ incarnation, other generation, state that no longer waits for them) change nothi
 
 from __future__ import annotations
 
-from actors.runtime.machine import Effect, Note, Run, Send, StartTimer, StopTimer
+from actors.runtime.machine import Effect, Handlers, Note, Run, Send, StartTimer, StopTimer
 from actors.transfer import receive_messages as says
 from actors.transfer.attempts import Attempt, Tombstones
 from actors.transfer.links import LinkState, LinkTable, PeerLink
@@ -71,6 +71,27 @@ class TargetMachine:
         self.restored_count = 0
         self.bytes_received = 0
 
+    def handlers(self) -> Handlers[list[Effect]]:
+        """What is done with messages about the attempts that this rank receives."""
+        handlers: Handlers[list[Effect]] = Handlers()
+        on = handlers.on
+        on(OpenReceive, self.on_open_receive)
+        on(LeaseGranted, self.on_lease_granted)
+        on(LeaseRefused, self.on_lease_refused)
+        on(ChunkArrived, self.on_chunk_arrived)
+        on(LayersArrived, self.on_layers_arrived)
+        on(PushFailed, self.on_push_failed)
+        on(Merged, self.on_merged)
+        on(MergeFailed, self.on_merge_failed)
+        on(PullKVCache, self.on_pull_kv_cache)
+        on(PullDone, self.on_pull_done)
+        on(VerifyDone, self.on_verify_done)
+        on(ReleaseReceive, self.on_release_receive)
+        on(PushDrained, self.on_push_drained)
+        on(LeaseFreed, self.on_lease_freed)
+        on(RequestTimer, self.on_nudge)
+        return handlers
+
     # -- opening --------------------------------------------------------------------------------------------------
 
     def on_open_receive(self, now_ns: int, sender: str, message: OpenReceive) -> list[Effect]:
@@ -95,7 +116,7 @@ class TargetMachine:
         receive.advance(ReceiveEvent.LEASED)
         return self._opened(receive)
 
-    def on_lease_granted(self, now_ns: int, message: LeaseGranted) -> list[Effect]:
+    def on_lease_granted(self, now_ns: int, sender: str, message: LeaseGranted) -> list[Effect]:
         """The staging actor's yes. A lease that nobody waits for is given back at once."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is not None and receive.lease is not None and receive.generation == message.lease.generation:
@@ -110,7 +131,7 @@ class TargetMachine:
             return self._opened(receive)
         return self._settle(now_ns, receive)
 
-    def on_lease_refused(self, now_ns: int, message: LeaseRefused) -> list[Effect]:
+    def on_lease_refused(self, now_ns: int, sender: str, message: LeaseRefused) -> list[Effect]:
         """The staging actor's no."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is None or not receive.awaits_grant:
@@ -124,7 +145,7 @@ class TargetMachine:
 
     # -- arriving -------------------------------------------------------------------------------------------------
 
-    def on_chunk_arrived(self, now_ns: int, message: ChunkArrived) -> list[Effect]:
+    def on_chunk_arrived(self, now_ns: int, sender: str, message: ChunkArrived) -> list[Effect]:
         """One source rank has written all its layers of one chunk."""
         receive = self._current(message.request_id, message.epoch, message.source_instance, message.source_incarnation)
         if receive is None or receive.state not in RECEIVING or message.generation != receive.generation:
@@ -147,7 +168,7 @@ class TargetMachine:
             receive, message.chunk_index, [layer for layer in came if layer not in chunk.asked]
         ) or (self._chunk_goes_on(now_ns, receive, message.chunk_index))
 
-    def on_layers_arrived(self, message: LayersArrived) -> list[Effect]:
+    def on_layers_arrived(self, now_ns: int, sender: str, message: LayersArrived) -> list[Effect]:
         """One source rank has written some layers of a chunk: merge those that all sources have written."""
         receive = self._current(message.request_id, message.epoch, message.source_instance, message.source_incarnation)
         if receive is None or receive.state not in RECEIVING or message.generation != receive.generation:
@@ -171,7 +192,7 @@ class TargetMachine:
             return self._late("PushFailed")
         return self._break(now_ns, receive, f"source rank {message.source_rank} could not push: {message.reason}")
 
-    def on_merged(self, now_ns: int, message: Merged) -> list[Effect]:
+    def on_merged(self, now_ns: int, sender: str, message: Merged) -> list[Effect]:
         """The staging actor merged a piece."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is None or message.generation != receive.generation or receive.state not in RECEIVING:
@@ -189,7 +210,7 @@ class TargetMachine:
         receive.sync_ms += message.sync_ms
         return effects if message.kind == "chunk" else self._settle(now_ns, receive)
 
-    def on_merge_failed(self, now_ns: int, message: MergeFailed) -> list[Effect]:
+    def on_merge_failed(self, now_ns: int, sender: str, message: MergeFailed) -> list[Effect]:
         """The staging actor could not merge a piece."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is None or message.generation != receive.generation or receive.state not in RECEIVING:
@@ -216,7 +237,7 @@ class TargetMachine:
 
     # -- restoring ------------------------------------------------------------------------------------------------
 
-    def on_pull_kv_cache(self, now_ns: int, message: PullKVCache) -> list[Effect]:
+    def on_pull_kv_cache(self, now_ns: int, sender: str, message: PullKVCache) -> list[Effect]:
         """Restore now: pull what was not pushed."""
         receive = self._current(message.request_id, message.epoch, message.source_instance, message.source_incarnation)
         if receive is None or not receive.allows(ReceiveEvent.PULL_ASKED):
@@ -232,7 +253,7 @@ class TargetMachine:
             receive.pulls.add_tokens("draft", [(0, message.computed_tokens)])
         return self._settle(now_ns, receive)
 
-    def on_pull_done(self, now_ns: int, message: PullDone) -> list[Effect]:
+    def on_pull_done(self, now_ns: int, sender: str, message: PullDone) -> list[Effect]:
         """A read of ours ended."""
         receive = self.receives.get((message.request_id, message.epoch))
         job = (message.kind, message.piece_index, message.source_rank)
@@ -249,7 +270,7 @@ class TargetMachine:
         effects: list[Effect] = [Send(self._staging, says.restore_piece(receive, piece))] if piece is not None else []
         return effects + self._settle(now_ns, receive)
 
-    def on_verify_done(self, now_ns: int, message: VerifyDone) -> list[Effect]:
+    def on_verify_done(self, now_ns: int, sender: str, message: VerifyDone) -> list[Effect]:
         """The restored caches were compared with their sources."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is None or VERIFY_JOB not in receive.jobs:
@@ -283,7 +304,7 @@ class TargetMachine:
             receive.undrained = set(receive.plan.push_ranks)
         return [*self._aborts(receive), self._nudge_later(receive), *self._settle(now_ns, receive)]
 
-    def on_push_drained(self, now_ns: int, message: PushDrained) -> list[Effect]:
+    def on_push_drained(self, now_ns: int, sender: str, message: PushDrained) -> list[Effect]:
         """A source rank has stopped writing for this attempt."""
         receive = self._current(message.request_id, message.epoch, message.source_instance, message.source_incarnation)
         if receive is None or message.source_rank not in receive.undrained:
@@ -291,7 +312,7 @@ class TargetMachine:
         receive.undrained.discard(message.source_rank)
         return self._settle(now_ns, receive)
 
-    def on_lease_freed(self, message: LeaseFreed) -> list[Effect]:
+    def on_lease_freed(self, now_ns: int, sender: str, message: LeaseFreed) -> list[Effect]:
         """No merge of this lease runs any more: the attempt is over on this rank."""
         receive = self.receives.get((message.request_id, message.epoch))
         over = receive is not None and receive.state in (ReceiveState.RESTORED, ReceiveState.FREEING)
@@ -299,7 +320,7 @@ class TargetMachine:
             return self._late("LeaseFreed")
         return self._end(receive)
 
-    def on_nudge(self, message: RequestTimer) -> list[Effect]:
+    def on_nudge(self, now_ns: int, sender: str, message: RequestTimer) -> list[Effect]:
         """Ask again whoever has not answered yet."""
         receive = self.receives.get((message.request_id, message.epoch))
         if receive is None:

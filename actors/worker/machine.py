@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from actors.runtime.machine import Effect, Fail, Note, Run, Send
+from actors.runtime.machine import Effect, Fail, Handlers, Note, Run, Send
 from actors.worker.jobs import ExecuteStep, LoadModel
 from messages.base import Message, control_address, rank_address
 from messages.batch import BatchResult, ExecuteBatch, StepFailed
@@ -58,6 +58,13 @@ class WorkerMachine:
         self._row_count = 0
         self._token_count = 0
         self._error_count = 0
+        self._handlers: Handlers[list[Effect]] = Handlers()
+        on = self._handlers.on
+        on(ModelLoaded, self._on_model_loaded)
+        on(LoadFailed, self._on_load_failed)
+        on(ExecuteBatch, self._on_execute_batch)
+        on(BatchResult, self._on_batch_result)
+        on(StepFailed, self._on_step_failed)
 
     def start(self, now_ns: int) -> list[Effect]:
         """Begin loading."""
@@ -65,19 +72,8 @@ class WorkerMachine:
 
     def handle(self, now_ns: int, sender: str, message: Message) -> list[Effect]:
         """React to one message; what does not fit the state changes nothing."""
-        match message:
-            case ModelLoaded():
-                return self._on_model_loaded(message)
-            case LoadFailed():
-                return self._on_load_failed(message)
-            case ExecuteBatch():
-                return self._on_execute_batch(message)
-            case BatchResult():
-                return self._on_batch_result(message)
-            case StepFailed():
-                return self._on_step_failed(message)
-            case _:
-                return []
+        handler = self._handlers.get(type(message))
+        return handler(now_ns, sender, message) if handler is not None else []
 
     def status(
         self, now_ns: int
@@ -94,7 +90,7 @@ class WorkerMachine:
         )
         return values, ()
 
-    def _on_model_loaded(self, message: ModelLoaded) -> list[Effect]:
+    def _on_model_loaded(self, now_ns: int, sender: str, message: ModelLoaded) -> list[Effect]:
         if self.state is not WorkerState.LOADING:
             return self._late()
         self.state = WorkerState.READY
@@ -108,13 +104,13 @@ class WorkerMachine:
         ready = WorkerReady(rank=self._rank, incarnation=self._incarnation, manifest=manifest)
         return [Note("info", "model loaded", fields), Send(self._transfer, ready)]
 
-    def _on_load_failed(self, message: LoadFailed) -> list[Effect]:
+    def _on_load_failed(self, now_ns: int, sender: str, message: LoadFailed) -> list[Effect]:
         if self.state is not WorkerState.LOADING:
             return self._late()
         self.state = WorkerState.FAILED
         return [Fail(message.reason, message.fatal)]
 
-    def _on_execute_batch(self, message: ExecuteBatch) -> list[Effect]:
+    def _on_execute_batch(self, now_ns: int, sender: str, message: ExecuteBatch) -> list[Effect]:
         if message.incarnation != self._incarnation or message.step <= self._received_step:
             return self._late()
         if self.state is not WorkerState.READY:
@@ -125,7 +121,7 @@ class WorkerMachine:
         self._received_step = message.step
         return [Run(ExecuteStep(batch=message))]
 
-    def _on_batch_result(self, message: BatchResult) -> list[Effect]:
+    def _on_batch_result(self, now_ns: int, sender: str, message: BatchResult) -> list[Effect]:
         if self.state is not WorkerState.READY or message.incarnation != self._incarnation:
             return self._late()
         self._finished_step = message.step
@@ -139,7 +135,7 @@ class WorkerMachine:
         ]
         return [*notes, Send(self._engine, message)]
 
-    def _on_step_failed(self, message: StepFailed) -> list[Effect]:
+    def _on_step_failed(self, now_ns: int, sender: str, message: StepFailed) -> list[Effect]:
         if self.state is not WorkerState.READY or message.incarnation != self._incarnation:
             return self._late()
         return self._fail(message.step, message.reason)

@@ -57,7 +57,6 @@ class Killer:
         cluster.simulation.on_step = self.on_step
 
     def on_step(self, actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
-        self.checks.on_step(actor, envelope, effects)
         message = envelope.message
         if isinstance(message, ExecuteBatch) and actor.name == "engine" and actor.node.config.instance == "p0":
             self.count_prefills(message)

@@ -34,7 +34,6 @@ def run(rules: tuple[Rule, ...]) -> tuple[SimulatedCluster, dict[str, int]]:
         if envelope.sender.partition("/")[0] != actor.node.name:
             name = type(envelope.message).__name__
             seen[name] = seen.get(name, 0) + 1
-        checks.on_step(actor, envelope, effects)
 
     cluster.simulation.on_step = on_step
     cluster.begin()

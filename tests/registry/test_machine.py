@@ -16,7 +16,24 @@ from messages.cluster import (
     RegisterInstance,
     ViewRequest,
 )
+from messages.layout import Manifest
 from messages.timers import InstanceTimer
+
+MANIFEST = Manifest(
+    instance="",
+    incarnation=1,
+    rank=0,
+    tp_size=1,
+    model_fingerprint="",
+    block_size=4,
+    block_count=10,
+    slot_count=4,
+    speculative_tokens=0,
+    regions=(),
+    tensors=(),
+    max_tokens_per_chunk=8,
+    max_model_len=100,
+)
 
 
 def info(instance: str, incarnation: int = 1, role: InstanceRole = "PREFILL") -> InstanceInfo:
@@ -28,6 +45,7 @@ def info(instance: str, incarnation: int = 1, role: InstanceRole = "PREFILL") ->
         max_model_len=100,
         block_count=10,
         slot_count=4,
+        manifests=(MANIFEST,),
     )
 
 
@@ -268,3 +286,29 @@ def test_a_late_report_takes_nothing_back() -> None:
         else:
             registry.say_links("p0", *last)
             assert registry.view().links == (), "it speaks of a life that has not registered"
+
+
+def with_manifests(view: ClusterView) -> list[str]:
+    return [info.instance for info in view.instances if info.manifests]
+
+
+def test_a_view_has_the_manifests_of_those_that_its_receiver_links_with_and_no_others() -> None:
+    harness = Harness()
+    harness.register("p0")
+    harness.register("m0", role="MIX")
+    effects = harness.register("d0", role="DECODE")
+    schedulers = {name: control_address(name, "scheduler") for name in ("p0", "d0", "m0")}
+    seen = {to: with_manifests(view) for to, view in views(effects).items()}
+    assert seen == {GATEWAY: [], schedulers["p0"]: ["d0"], schedulers["d0"]: ["p0"], schedulers["m0"]: []}
+    asked = views(harness.machine.handle(0, SUPERVISOR, ViewRequest()))
+    assert with_manifests(asked[SUPERVISOR]) == []
+    behind = views(harness.beat("p0", view_version=1))
+    assert with_manifests(behind[schedulers["p0"]]) == ["d0"]
+
+
+def test_an_instance_that_a_new_registry_does_not_know_gets_the_manifests_of_any_that_it_may_link_with() -> None:
+    harness = Harness(incarnation=2)
+    harness.register("p0")
+    harness.register("d0", role="DECODE")
+    told = views(harness.beat("d1"))[control_address("d1", "scheduler")]
+    assert with_manifests(told) == ["d0", "p0"]

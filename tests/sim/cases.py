@@ -45,11 +45,8 @@ class Case:
         self.crashed: list[str] = []
         self.disturbed = 0
         self._count_disturbed()
-        inner = self.cluster.simulation.on_step
 
         def on_step(actor: SimulatedActor, envelope: Envelope, effects: list[Effect]) -> None:
-            assert inner is not None
-            inner(actor, envelope, effects)
             self.handled[(type(envelope.message).__name__, actor.node.config.instance)] += 1
             if actor.name == "scheduler" and isinstance(actor.machine, SchedulerMachine):
                 check_scheduler(actor.machine)

@@ -89,12 +89,12 @@ def _window_reused_early() -> Patch:
 def _completion_counted_twice() -> Patch:
     original = Receives._on_restored
 
-    def on_restored(self: Any, message: Any) -> list[Effect]:
+    def on_restored(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is not None and message.rank in receive.restored:
             other = next((rank for rank in range(len(self._transfers)) if rank not in receive.restored), 0)
             receive.restored[other] = message
-        effects: list[Effect] = original(self, message)
+        effects: list[Effect] = original(self, now_ns, sender, message)
         return effects
 
     return Receives, "_on_restored", on_restored
@@ -103,12 +103,12 @@ def _completion_counted_twice() -> Patch:
 def _restored_by_one_rank_is_enough() -> Patch:
     original = Receives._on_restored
 
-    def on_restored(self: Any, message: Any) -> list[Effect]:
+    def on_restored(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
         receive = self._receives.get((message.request_id, message.epoch))
         if receive is not None:
             for rank in range(len(self._transfers)):
                 receive.restored.setdefault(rank, message)
-        effects: list[Effect] = original(self, message)
+        effects: list[Effect] = original(self, now_ns, sender, message)
         return effects
 
     return Receives, "_on_restored", on_restored
@@ -121,8 +121,8 @@ def _restored_before_the_last_chunk() -> Patch:
 def _decoded_before_restored() -> Patch:
     original = DecodeSide._on_first_generation
 
-    def on_first_generation(self: Any, now_ns: int, message: Any) -> None:
-        original(self, now_ns, message)
+    def on_first_generation(self: Any, now_ns: int, sender: str, message: Any) -> None:
+        original(self, now_ns, sender, message)
         restored = AllRestored(
             request_id=message.request_id,
             epoch=message.epoch,
@@ -132,7 +132,7 @@ def _decoded_before_restored() -> Patch:
             merge_ms=0.0,
             sync_ms=0.0,
         )
-        self._on_all_restored(now_ns, restored)
+        self._on_all_restored(now_ns, sender, restored)
 
     return DecodeSide, "_on_first_generation", on_first_generation
 
@@ -195,7 +195,7 @@ def _ended_attempts_forgotten() -> Patch:
 
 
 def _stopped_pushes_go_on() -> Patch:
-    def on_abort_push(self: Any, sender: str, message: Any) -> list[Effect]:
+    def on_abort_push(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
         return [self._drained((message.request_id, message.epoch), sender)]
 
     return SourceMachine, "on_abort_push", on_abort_push
@@ -307,7 +307,7 @@ def _an_older_offers_answer_accepted() -> Patch:
 def _an_older_attempts_chunk_accepted() -> Patch:
     original = TargetMachine.on_chunk_arrived
 
-    def on_chunk_arrived(self: Any, now_ns: int, message: Any) -> list[Effect]:
+    def on_chunk_arrived(self: Any, now_ns: int, sender: str, message: Any) -> list[Effect]:
         newest = [
             r for (name, epoch), r in self.receives.items() if name == message.request_id and epoch > message.epoch
         ]
@@ -320,22 +320,22 @@ def _an_older_attempts_chunk_accepted() -> Patch:
                 source_instance=receive.link.instance,
                 source_incarnation=receive.link.incarnation,
             )
-        effects: list[Effect] = original(self, now_ns, message)
+        effects: list[Effect] = original(self, now_ns, sender, message)
         return effects
 
     return TargetMachine, "on_chunk_arrived", on_chunk_arrived
 
 
 def _an_older_attempts_cancel_obeyed() -> Patch:
-    original = PrefillSide._on_cancel_request
+    original = PrefillSide.on_cancel_request
 
-    def on_cancel_request(self: Any, now_ns: int, message: Any) -> None:
+    def on_cancel_request(self: Any, now_ns: int, sender: str, message: Any) -> None:
         request = self._book.requests.get(message.request_id)
         if request is not None and request.submit.epoch > message.epoch:
             message = msgspec.structs.replace(message, epoch=request.submit.epoch)
-        original(self, now_ns, message)
+        original(self, now_ns, sender, message)
 
-    return PrefillSide, "_on_cancel_request", on_cancel_request
+    return PrefillSide, "on_cancel_request", on_cancel_request
 
 
 def _a_broken_link_taken_for_a_death() -> Patch:
