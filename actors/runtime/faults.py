@@ -64,8 +64,8 @@ class Actions(Protocol):
 FaultRecorder = Callable[[int, Envelope | None, str], None]
 
 
-def _matcher(pattern: str) -> Callable[[str], bool] | None:
-    """None when everything matches."""
+def matcher(pattern: str) -> Callable[[str], bool] | None:
+    """Whether a name matches ``pattern``; None when every one does."""
     if pattern == "*":
         return None
     if any(character in pattern for character in "*?["):
@@ -88,9 +88,9 @@ class _Armed:
         names = {"sender": "*", "receiver": "*", "request": "*"}
         for name in names:
             names[name] = getattr(where, name, "*")
-        self._sender = _matcher(names["sender"])
-        self._receiver = _matcher(names["receiver"])
-        self._request = _matcher(names["request"])
+        self._sender = matcher(names["sender"])
+        self._receiver = matcher(names["receiver"])
+        self._request = matcher(names["request"])
 
     def matches(self, envelope: Envelope) -> bool:
         """Whether sender, receiver and request are the rule's (its type was looked up before)."""
@@ -265,7 +265,7 @@ class NodeInjector:
         if rule.ways == "both" and fnmatchcase(self._node, second):
             peers.append(first)
         for pattern in peers:
-            cut = _matcher(pattern) or (lambda name: True)
+            cut = matcher(pattern) or (lambda name: True)
             self._cut.append(cut)
             if rule.for_ms:
                 self._actions.later(rule.for_ms, lambda cut=cut: self._cut.remove(cut))  # type: ignore[misc]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 
 from actors.runtime.fault_plan import FaultPlan
-from actors.runtime.faults import NodeInjector
+from actors.runtime.faults import NodeInjector, matcher
 from actors.runtime.hooks import Delivery
 from actors.runtime.simulation import Simulation
 from messages.base import Message
@@ -58,7 +57,10 @@ def watched_types(plan: FaultPlan) -> frozenset[type[Message]]:
         elif rule.at is not None:
             lasts = rule.do in ("slow", "partition")  # from then on it concerns every message
             patterns.append("*" if lasts else rule.at.sent or rule.at.handled)
-    return frozenset(kind for kind in MESSAGE_TYPES if any(fnmatchcase(kind.__name__, pattern) for pattern in patterns))
+    matchers = [matcher(pattern) for pattern in patterns]
+    return frozenset(
+        kind for kind in MESSAGE_TYPES if any(matches is None or matches(kind.__name__) for matches in matchers)
+    )
 
 
 class ClusterInjector:

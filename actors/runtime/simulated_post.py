@@ -319,7 +319,7 @@ class SimulatedPost:
 
     def _bury(self, node: SimulatedNode, instance: str, incarnation: int) -> None:
         """Lives of ``instance`` up to ``incarnation`` are over for ``node``; what waits for them is dropped."""
-        if instance == node.name.partition(".")[0] or incarnation <= node.dead.get(instance, 0):
+        if incarnation <= node.dead.get(instance, 0) or instance == node.name.partition(".")[0]:
             return
         node.dead[instance] = incarnation
         for name, waiting in self._waiting.items():

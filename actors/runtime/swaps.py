@@ -32,6 +32,8 @@ class Swaps(Generic[Link, Item]):
 
     def passed(self, link: Link) -> Item | None:
         """Another message was sent on ``link``: what waited there, and now goes right behind it."""
+        if not self._waiting:
+            return None
         with self._lock:
             return self._waiting.pop(link, None)
 

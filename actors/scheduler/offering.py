@@ -62,8 +62,9 @@ class Offering:
                 return
 
     def _window_is_open(self) -> bool:
-        asking = sum(not self._is_silent(offer) for offer in self._offers.unanswered.values())
-        return self._book.count(S.ACCEPTED) + asking < self._settings.offer_window
+        room = self._settings.offer_window - self._book.count(S.ACCEPTED)
+        unanswered = self._offers.unanswered
+        return len(unanswered) < room or sum(not self._is_silent(offer) for offer in unanswered.values()) < room
 
     def _is_silent(self, offer: Offer) -> bool:
         peer = self._peers.get(offer.instance, offer.incarnation)

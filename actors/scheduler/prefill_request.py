@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from dataclasses import dataclass, field
 
 from actors.scheduler.batching import Outcome
@@ -137,8 +136,8 @@ class PrefillBook:
         self.queue: list[PrefillRequest] = []  # QUEUED
         self.ready: list[PrefillRequest] = []  # PREFILLED
         self._withdrawable: dict[PrefillRequest, None] = {}  # offline ones that are MAY_BE_WITHDRAWN
-        self._count: Counter[PrefillState] = Counter()
-        self._online: Counter[PrefillState] = Counter()
+        self._count = dict.fromkeys(PrefillState, 0)
+        self._online = dict.fromkeys(PrefillState, 0)
 
     def count(self, *states: PrefillState) -> int:
         """How many requests are in these states."""
