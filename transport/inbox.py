@@ -90,9 +90,10 @@ class Sessions:
         """The smallest incarnation of ``node`` that is still spoken to."""
         return max(self._newest.get(node, 0), self._required.get(instance_of(node), 0))
 
-    def newest(self, node: str) -> int:
-        """The newest incarnation of ``node`` that was heard of; 0: none. Any thread."""
-        return self._newest.get(node, 0)
+    def expected(self, node: str) -> int:
+        """The incarnation of ``node`` that will answer, as far as is known; 0: whichever does. Any thread."""
+        newest = self._newest.get(node, 0)
+        return newest if newest >= self._required.get(instance_of(node), 0) else 0
 
     def learn(self, node: str, incarnation: int) -> None:
         """``node`` is known to live as ``incarnation``."""

@@ -101,7 +101,7 @@ class LinkCore:
         outbox = self._outboxes.get(node)
         if outbox is None:
             with self._outboxes_lock:
-                outbox = self._outboxes.setdefault(node, Outbox(node, self._sessions.newest(node), self.settings))
+                outbox = self._outboxes.setdefault(node, Outbox(node, self._sessions.expected(node), self.settings))
         if outbox.put(parcels):
             if self._is_calling and threading.get_ident() == self._thread_id:
                 self._meet_requirements()
@@ -380,10 +380,13 @@ class LinkCore:
     def _require(self, instance: str, incarnation: int) -> None:
         self._sessions.require(instance, incarnation)
         for outbox in list(self._outboxes.values()):
-            if outbox.state == "open" and outbox.known < incarnation and instance_of(outbox.node) == instance:
+            if outbox.known >= incarnation or instance_of(outbox.node) != instance:
+                continue
+            if outbox.state == "open":
                 self._carrier.disconnect(outbox.node)
-                outbox.closed()  # what is queued by now was sent after ``require``: it is for the new life
+                outbox.closed()
                 self._fresh.append(outbox)
+            outbox.known = 0  # what is queued by now was sent after ``require``: it is for the new life
 
     def _close(self, outbox: Outbox) -> int:
         """End the connection and forget what waited for it; returns how many envelopes."""

@@ -198,6 +198,21 @@ def test_require_drops_what_is_queued_and_not_what_comes_after(fabric: Fabric) -
     assert one.lost == []
 
 
+@pytest.mark.parametrize("before", [(), ("for the dead",)], ids=["first of all", "after words for the dead"])
+def test_what_is_sent_after_require_reaches_the_new_life_of_a_peer_that_never_answered(
+    fabric: Fabric, before: tuple[str, ...]
+) -> None:
+    one = fabric.node("one", incarnations=[("d0.r0", 1)])
+    if before:
+        one.say("d0.r0", *before)
+    one.links.require("d0", 2)
+    one.links.call(lambda: one.say("other", "required"))
+    fabric.node("other").hears("required")
+    one.say("d0.r0", "for the living")
+    fabric.node("d0.r0", 2).hears("for the living")
+    assert one.lost == []
+
+
 @pytest.mark.parametrize("in_a_call", [False, True])
 def test_what_is_sent_after_require_is_for_the_new_life_though_the_old_one_still_listens(
     fabric: Fabric, in_a_call: bool

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from actors.worker.model import kernels
+from actors.worker.model.projection import Projection, narrowed
 from messages.requests import SamplingParams
 from tests.worker.harness import TINY, LocalEngine, Reference, prompts_of, tiny_checkpoint
 
@@ -57,6 +58,35 @@ def test_a_product_equals_torch_for_any_number_of_rows_and_any_sizes(library: ct
 
 
 @built
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_bfloat16_weight_gives_what_the_same_numbers_in_float32_give(library: ctypes.CDLL, threads: int) -> None:
+    torch.set_num_threads(threads)
+    for tokens in (1, 2, 3, 8, kernels.TOKENS_MAX):
+        for inputs, outputs in ((1, 1), (7, 5), (33, 130), (512, 66)):
+            x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs).bfloat16()
+            wide = kernels.linear(library, x, weight.float())
+            torch.testing.assert_close(kernels.linear(library, x, weight), wide, atol=2e-5, rtol=2e-6)
+
+
+def test_a_weight_is_kept_in_bfloat16_only_if_that_loses_nothing() -> None:
+    weight = torch.randn(8, 16)
+    assert narrowed(weight) is weight
+    exact = weight.bfloat16().float()
+    assert narrowed(exact).dtype == torch.bfloat16 and torch.equal(narrowed(exact).float(), exact)
+    exact[3, 3] = float("inf")
+    assert torch.equal(narrowed(exact).float(), exact)
+
+
+@built
+def test_more_rows_than_the_kernels_are_for_take_a_kept_bfloat16_weight_too() -> None:
+    weight, x = torch.randn(24, 40).bfloat16().float(), torch.randn(kernels.TOKENS_MAX + 1, 40)
+    for two_layouts in (True, False):
+        projection = Projection(weight, two_layouts=two_layouts)
+        assert projection.plain is not None and projection.plain.dtype == torch.bfloat16
+        torch.testing.assert_close(projection(x), x @ weight.t(), atol=1e-4, rtol=1e-5)
+
+
+@built
 def test_a_value_that_is_not_finite_shows_in_its_own_row_only(library: ctypes.CDLL) -> None:
     x, weight = torch.randn(8, 40), torch.randn(24, 40)
     x[3, 7] = float("nan")
@@ -82,15 +112,23 @@ def _run(model_dir: Path, tp_size: int, depth: int) -> tuple[list[list[int]], li
 
 
 @built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_tokens_and_caches_equal_the_torch_path(
-    library: ctypes.CDLL, shape: str, tp_size: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: ctypes.CDLL,
+    shape: str,
+    tp_size: int,
+    depth: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """``dtype`` is the checkpoint's; both compute in float32."""
     if tp_size == 2 and SHAPES[shape].linear_key_heads == 1:
         tp_size = 1
-    model_dir = tiny_checkpoint(tmp_path / "model", sizes=SHAPES[shape])
+    model_dir = tiny_checkpoint(tmp_path / "model", sizes=SHAPES[shape], dtype=dtype)
     tokens, caches, accepted = _run(model_dir, tp_size, depth)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "library", lambda: None)

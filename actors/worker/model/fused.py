@@ -15,8 +15,9 @@ from actors.worker.caches import DeltaCache, KVCache, RankCaches
 from actors.worker.model import kernels
 from actors.worker.model.config import ModelConfig
 from actors.worker.model.delta import L2_EPS
-from actors.worker.model.kernels import FLOAT, INT, POINTER
+from actors.worker.model.kernels import FLOAT, INT, POINTER, Matrix
 from actors.worker.model.plan import DecodePart, StepPlan
+from actors.worker.model.projection import Projection
 from actors.worker.model.weights import AttentionWeights, DeltaWeights, LayerWeights
 
 
@@ -32,7 +33,8 @@ class _Step(ctypes.Structure):
 class _Mlp(ctypes.Structure):
     _fields_ = [
         *((name, INT) for name in ("hidden", "inner")),
-        *((name, POINTER) for name in ("norm", "gate_up", "down")),
+        ("norm", POINTER),
+        *((name, Matrix) for name in ("gate_up", "down")),
         ("eps", FLOAT),
     ]
 
@@ -40,7 +42,9 @@ class _Mlp(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, INT) for name in ("hidden", "query_heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, POINTER) for name in ("norm", "projection", "head_norm", "output", "key", "value")),
+        *((name, POINTER) for name in ("norm", "head_norm")),
+        *((name, Matrix) for name in ("projection", "output")),
+        *((name, POINTER) for name in ("key", "value")),
         ("eps", FLOAT),
     ]
 
@@ -49,7 +53,8 @@ class _Delta(ctypes.Structure):
     _fields_ = [
         *((name, INT) for name in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim")),
         *((name, INT) for name in ("taps", "columns", "checkpoints")),
-        *((name, POINTER) for name in ("norm", "projection", "kernel", "decay", "dt_bias", "gated_norm", "output")),
+        *((name, POINTER) for name in ("norm", "kernel", "decay", "dt_bias", "gated_norm")),
+        *((name, Matrix) for name in ("projection", "output")),
         *((name, POINTER) for name in ("conv", "ssm")),
         *((name, FLOAT) for name in ("eps", "unit_eps", "output_eps")),
     ]
@@ -135,9 +140,9 @@ def _halves(
     config: ModelConfig, layer: LayerWeights, cache: KVCache | DeltaCache, caches: RankCaches
 ) -> tuple[ctypes.Structure, ctypes.Structure]:
     """A layer's mixer and its MLP, each with the norm before it: this rank's part."""
-    gate_up, down = layer.gate_up.plain, layer.down.plain
+    matrices = (_matrix(layer.gate_up), _matrix(layer.down))
     sizes = (layer.gate_up.in_features, layer.down.in_features)
-    mlp = _Mlp(*sizes, *map(_address, (layer.mlp_norm, gate_up, down)), config.norm_eps)
+    mlp = _Mlp(*sizes, _address(layer.mlp_norm), *matrices, config.norm_eps)
     if isinstance(layer.mixer, AttentionWeights):
         assert isinstance(cache, KVCache)
         return _attention(config, layer, layer.mixer, cache), mlp
@@ -146,10 +151,10 @@ def _halves(
 
 
 def _attention(config: ModelConfig, layer: LayerWeights, mixer: AttentionWeights, cache: KVCache) -> _Attention:
-    projection, output = mixer.projection.plain, mixer.output.plain
-    tensors = (layer.input_norm, projection, mixer.head_norm, output, cache.key, cache.value)
+    norms = map(_address, (layer.input_norm, mixer.head_norm))
+    matrices = (_matrix(mixer.projection), _matrix(mixer.output))
     sizes = (config.hidden_size, mixer.query_heads, mixer.kv_heads, config.head_dim, config.rotary_dim)
-    return _Attention(*sizes, *map(_address, tensors), config.norm_eps)
+    return _Attention(*sizes, *norms, *matrices, *map(_address, (cache.key, cache.value)), config.norm_eps)
 
 
 def _delta(
@@ -158,9 +163,10 @@ def _delta(
     key_dim, value_dim, eps = config.linear_key_dim, config.linear_value_dim, config.norm_eps
     sizes = (config.hidden_size, mixer.key_heads, mixer.value_heads, key_dim, value_dim)
     rows = (mixer.conv.shape[0], caches.conv_columns, caches.speculative_tokens + 1)
-    weights = (layer.input_norm, mixer.projection.plain, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm)
-    tensors = (*weights, mixer.output.plain, cache.conv, cache.ssm)
-    return _Delta(*sizes, *rows, *map(_address, tensors), eps, L2_EPS, eps * key_dim)  # see delta.DeltaShape
+    vectors = map(_address, (layer.input_norm, mixer.conv, mixer.decay, mixer.dt_bias, mixer.norm))
+    matrices = (_matrix(mixer.projection), _matrix(mixer.output))
+    states = map(_address, (cache.conv, cache.ssm))
+    return _Delta(*sizes, *rows, *vectors, *matrices, *states, eps, L2_EPS, eps * key_dim)  # see delta.DeltaShape
 
 
 def fuse(
@@ -173,15 +179,11 @@ def fuse(
     """The fused form of these layers; None when there are none, or this machine or the weights' type is not one for the
     kernels."""
     library = kernels.library()
-    if library is None or not layers or not all(_suits(layer.gate_up.plain) for layer in layers):
+    if library is None or not layers or not all(layer.gate_up.is_compiled for layer in layers):
         return None
     pairs = zip(layers, layer_caches, strict=True)
     halves = [half for layer, cache in pairs for half in _halves(config, layer, cache, caches)]
     return FusedLayers(library, config.hidden_size, halves, scratch, (layers, layer_caches))
-
-
-def _suits(weight: torch.Tensor | None) -> bool:
-    return weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 def fused_step(plan: StepPlan, rotations: torch.Tensor) -> FusedStep | None:
@@ -193,6 +195,11 @@ def fused_step(plan: StepPlan, rotations: torch.Tensor) -> FusedStep | None:
 
 def _integers(values: Sequence[int]) -> Any:
     return (INT * len(values))(*values)
+
+
+def _matrix(projection: Projection) -> Matrix:
+    assert projection.plain is not None
+    return Matrix.of(projection.plain)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -7,7 +7,8 @@
  *
  * Conventions. All matrices are row-major and contiguous. "Token" t of the flat batch is token t % width of row
  * t / width; a row is one sequence. Padding tokens (index >= counts[row]) are computed but never written to KEY or
- * VALUE. The functions allocate nothing: the caller hands in scratch of as many floats as *_scratch says. NaN and
+ * VALUE. Weights are float32, or bfloat16 where that loses nothing: they are widened on their way to a register, and all
+ * arithmetic is in float32. The functions allocate nothing: the caller hands in scratch of as many floats as *_scratch says. NaN and
  * infinity propagate. Thread safety: calls with different scratch, caches and outputs are independent.
  */
 
@@ -36,15 +37,21 @@ typedef struct {
 } Step;
 
 typedef struct {
+    const void *values; /* [out, in] */
+    i64 narrow;         /* 1: bfloat16, 0: float32 */
+} Matrix;
+
+typedef struct {
     i64 hidden, inner;
     const float *norm; /* [hidden], or NULL when folded into the matrix behind it */
-    const float *gate_up, *down;
+    Matrix gate_up, down;
     float eps;
 } Mlp;
 
 typedef struct {
     i64 hidden, query_heads, kv_heads, head_dim, rotary_dim;
-    const float *norm, *projection, *head_norm, *output;
+    const float *norm, *head_norm;
+    Matrix projection, output;
     float *key, *value; /* [block_count * block_size, kv_heads * head_dim] */
     float eps;
 } Attention;
@@ -52,7 +59,8 @@ typedef struct {
 typedef struct {
     i64 hidden, key_heads, value_heads, key_dim, value_dim;
     i64 taps, columns, checkpoints; /* kernel size; CONV rows and SSM rows per slot */
-    const float *norm, *projection, *kernel, *decay, *dt_bias, *gated_norm, *output;
+    const float *norm, *kernel, *decay, *dt_bias, *gated_norm;
+    Matrix projection, output;
     float *conv, *ssm; /* [slots * columns, channels]; [slots * checkpoints, value_heads, key_dim, value_dim] */
     float eps, unit_eps, output_eps;
 } Delta;
@@ -60,6 +68,22 @@ typedef struct {
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
 INLINE v8 load(const float *p) { return *(const v8 *)p; }
+
+/* Weights from number k of a row on. A bfloat16 is the upper half of the float32 of the same value. */
+INLINE v8 load_weights(const void *row, i64 k, int narrow) {
+    if (!narrow) return load((const float *)row + k);
+    __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)row + k)));
+    return (v8)_mm256_slli_epi32(halves, 16);
+}
+
+INLINE float load_weight(const void *row, i64 k, int narrow) {
+    if (!narrow) return ((const float *)row)[k];
+    union {
+        uint32_t bits;
+        float value;
+    } wide = {(uint32_t)((const uint16_t *)row)[k] << 16};
+    return wide.value;
+}
 
 /* The sums of four vectors. */
 INLINE __m128 sums4(v8 a, v8 b, v8 c, v8 d) {
@@ -79,8 +103,8 @@ INLINE float dot(const float *a, const float *b, i64 n) {
 /* Products of four rows w[0..3] with `count` (1 to 3, a constant) vectors x, x + x_stride, …, all of length n:
  * y[t * y_stride + 0..3]. Meanwhile `share` / 64 cache lines for every 16 values are fetched from `ahead` on, one
  * behind the other: memory never waits for arithmetic. */
-INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64 n, int count, float *y, i64 y_stride,
-                      const float *ahead, i64 share) {
+INLINE void four_rows(const void *const w[4], int narrow, const float *x, i64 x_stride, i64 n, int count, float *y,
+                      i64 y_stride, const char *ahead, i64 share) {
     v8 sums[3][4];
     for (int t = 0; t < count; t++)
         for (int r = 0; r < 4; r++) sums[t][r] = (v8){0};
@@ -91,49 +115,67 @@ INLINE void four_rows(const float *const w[4], const float *x, i64 x_stride, i64
             if (count > 1) second = load(x + x_stride + half);
             if (count > 2) third = load(x + 2 * x_stride + half);
             for (int r = 0; r < 4; r++) {
-                v8 row = load(w[r] + half);
+                v8 row = load_weights(w[r], half, narrow);
                 sums[0][r] += row * first;
                 if (count > 1) sums[1][r] += row * second;
                 if (count > 2) sums[2][r] += row * third;
             }
         }
-        for (due += share; fetched < due / 64; fetched++) __builtin_prefetch(ahead + fetched * 16, 0, 3);
+        for (due += share; fetched < due / 64; fetched++) __builtin_prefetch(ahead + fetched * 64, 0, 3);
     }
     for (int t = 0; t < count; t++) {
         _mm_storeu_ps(y + t * y_stride, sums4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
         for (i64 j = k; j < n; j++)
-            for (int r = 0; r < 4; r++) y[t * y_stride + r] += w[r][j] * x[t * x_stride + j];
+            for (int r = 0; r < 4; r++) y[t * y_stride + r] += load_weight(w[r], j, narrow) * x[t * x_stride + j];
     }
 }
 
 /* The same for any number of vectors, three at a time. The passes share the fetching of the four rows at `ahead` (or
  * NULL) evenly. */
-INLINE void four_rows_all(const float *const w[4], const float *x, i64 x_stride, i64 n, i64 vectors, float *y,
-                          i64 y_stride, const float *ahead) {
-    i64 passes = (vectors + 2) / 3, share = ahead ? (4 * 64 + passes - 1) / passes : 0;
+INLINE void four_rows_all(const void *const w[4], int narrow, const float *x, i64 x_stride, i64 n, i64 vectors,
+                          float *y, i64 y_stride, const void *ahead) {
+    i64 passes = (vectors + 2) / 3, lines = narrow ? 2 : 4; /* in 16 values of four rows */
+    i64 share = ahead ? (lines * 64 + passes - 1) / passes : 0;
     for (i64 t = 0; t < vectors; t += 3) {
-        const float *own = x + t * x_stride, *next = ahead ? ahead + t / 3 * (n / 16 * share / 64) * 16 : NULL;
+        const float *own = x + t * x_stride;
+        const char *next = ahead ? (const char *)ahead + t / 3 * (n / 16 * share / 64) * 64 : NULL;
         float *out = y + t * y_stride;
         if (vectors - t >= 3)
-            four_rows(w, own, x_stride, n, 3, out, y_stride, next, share);
+            four_rows(w, narrow, own, x_stride, n, 3, out, y_stride, next, share);
         else if (vectors - t == 2)
-            four_rows(w, own, x_stride, n, 2, out, y_stride, next, share);
+            four_rows(w, narrow, own, x_stride, n, 2, out, y_stride, next, share);
         else
-            four_rows(w, own, x_stride, n, 1, out, y_stride, next, share);
+            four_rows(w, narrow, own, x_stride, n, 1, out, y_stride, next, share);
     }
+}
+
+/* Rows [begin, begin + 4) of a product, or as many as there are. */
+INLINE void product_rows(const float *x, i64 tokens, i64 in, const char *values, int narrow, i64 begin, i64 out,
+                         float *y) {
+    i64 stride = in * (narrow ? 2 : 4);
+    const char *first = values + begin * stride;
+    const void *const rows[4] = {first, first + stride, first + 2 * stride, first + 3 * stride};
+    if (begin + 4 <= out) {
+        four_rows_all(rows, narrow, x, in, in, tokens, y + begin, out, first + 4 * stride);
+        return;
+    }
+    for (i64 last = begin; last < out; last++)
+        for (i64 t = 0; t < tokens; t++) {
+            float sum = 0;
+            for (i64 k = 0; k < in; k++) sum += load_weight(rows[last - begin], k, narrow) * x[t * in + k];
+            y[t * out + last] = sum;
+        }
 }
 
 /* y [tokens, out] = x [tokens, in] · w [out, in]ᵀ, shared by all threads of a region, which all call it; no barrier at
  * the end. Threads take rows as they come: one that has lost its core to another process holds up nobody else. */
-INLINE void product(const float *x, i64 tokens, i64 in, const float *w, i64 out, float *y) {
+INLINE void product(const float *x, i64 tokens, i64 in, Matrix w, i64 out, float *y) {
 #pragma omp for schedule(dynamic, SHARE) nowait
-    for (i64 o = 0; o < out; o += 4) {
-        const float *first = w + o * in, *const rows[4] = {first, first + in, first + 2 * in, first + 3 * in};
-        if (o + 4 <= out)
-            four_rows_all(rows, x, in, in, tokens, y + o, out, first + 4 * in);
+    for (i64 begin = 0; begin < out; begin += 4) {
+        if (w.narrow)
+            product_rows(x, tokens, in, w.values, 1, begin, out, y);
         else
-            for (i64 last = o; last < out; last++)
-                for (i64 t = 0; t < tokens; t++) y[t * out + last] = dot(w + last * in, x + t * in, in);
+            product_rows(x, tokens, in, w.values, 0, begin, out, y);
     }
 }
 
@@ -185,9 +227,9 @@ INLINE void norm_all(const float *x, i64 tokens, i64 hidden, const float *weight
 /* -- a product alone ----------------------------------------------------------------------------------------------- */
 
 /* y [tokens, out] = x [tokens, in] · w [out, in]ᵀ */
-void kvferry_linear(const float *x, const float *w, float *y, i64 tokens, i64 in, i64 out, i64 threads) {
+void kvferry_linear(const float *x, const Matrix *w, float *y, i64 tokens, i64 in, i64 out, i64 threads) {
 #pragma omp parallel num_threads((int)threads)
-    product(x, tokens, in, w, out, y);
+    product(x, tokens, in, *w, out, y);
 }
 
 /* -- MLP ----------------------------------------------------------------------------------------------------------- */
@@ -320,8 +362,8 @@ INLINE void attend(const Attention *layer, const Step *step, const float *projec
             }
             pick_rows(layer->key, places, j, size, rows);
             for (i64 t = 0; t < step->width; t++)
-                four_rows_all(rows, own_queries + t * in_width, dim, dim, group, scores + t * group * TILE + j, TILE,
-                              NULL);
+                four_rows_all((const void *const *)rows, 0, own_queries + t * in_width, dim, dim, group,
+                              scores + t * group * TILE + j, TILE, NULL);
         }
         for (i64 q = 0; q < queries; q++) {
             i64 seen = start + q / group + 1 - begin; /* causal: how many of this tile this query may see */

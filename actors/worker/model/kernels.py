@@ -1,5 +1,8 @@
 """The compiled kernels (``kernels.c``) for few tokens in float32 on the CPU: where they are, and when they can be used.
 
+Weights may be kept in bfloat16 where that loses nothing (those of a bfloat16 checkpoint, usually): decoding is bound by
+reading them, and half as many bytes take half as long.
+
 Without them (another processor, no compiler when the package was installed) everything takes the torch path, which
 computes the same. A call releases the interpreter lock and uses torch's thread count and, where both link the same
 OpenMP library, its threads.
@@ -24,6 +27,18 @@ HUGE_PAGE: Final = 1 << 21
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+class Matrix(ctypes.Structure):
+    """A weight [out, in] as the kernels take it."""
+
+    _fields_ = [("values", POINTER), ("narrow", INT)]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Matrix:
+        """``weight`` contiguous, float32 or bfloat16, on the CPU; whoever calls keeps it alive."""
+        assert weight.is_contiguous() and weight.dtype in (torch.float32, torch.bfloat16)
+        return cls(weight.data_ptr(), int(weight.dtype == torch.bfloat16))
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The kernels, if they were built and this processor can run them; None otherwise."""
@@ -44,12 +59,14 @@ def library() -> ctypes.CDLL | None:
 
 
 def linear(kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` for ``x`` [N, in] and ``weight`` [out, in] contiguous, both float32 on the CPU."""
+    """``x @ weight.T``, float32, for ``x`` [N, in] float32 and ``weight`` [out, in] contiguous, on the CPU."""
     x = x.contiguous()
     tokens, out = x.shape[0], weight.shape[0]
     product = torch.empty(tokens, out)
     threads = torch.get_num_threads()
-    kernels.kvferry_linear(x.data_ptr(), weight.data_ptr(), product.data_ptr(), tokens, x.shape[1], out, threads)
+    matrix = Matrix.of(weight)
+    address = ctypes.addressof(matrix)
+    kernels.kvferry_linear(x.data_ptr(), address, product.data_ptr(), tokens, x.shape[1], out, threads)
     return product
 
 

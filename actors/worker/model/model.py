@@ -96,12 +96,12 @@ class RankModel:
         return self.collective.all_gather(own, self._vocab_widths).float()
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        weight = self._weights.embedding
+        weight, dtype = self._weights.embedding, self._weights.dtype
         if self.collective.size == 1:
-            return weight.index_select(0, tokens)
+            return weight.index_select(0, tokens).to(dtype)
         local = tokens - self._weights.vocab_start
         outside = (local < 0) | (local >= weight.shape[0])
-        rows = weight.index_select(0, local.masked_fill(outside, 0))
+        rows = weight.index_select(0, local.masked_fill(outside, 0)).to(dtype)
         return self.collective.all_reduce(rows.masked_fill_(outside.unsqueeze(-1), 0.0))
 
     def _layer(

@@ -22,7 +22,10 @@ BLOCKING_ROWS = 8
 
 
 class Projection:
-    """``x @ weight.T`` for ``x`` [N, in]; ``weight`` [out, in] is consumed. ``plain``: it, while it is kept."""
+    """``x @ weight.T`` for ``x`` [N, in]; ``weight`` [out, in] is consumed.
+
+    ``plain``: it, while it is kept; for the kernels in bfloat16, if all of its numbers are such numbers.
+    """
 
     def __init__(self, weight: torch.Tensor, *, two_layouts: bool = True) -> None:
         """``two_layouts``: keep a second layout on the CPU, so that few and many rows are both fast."""
@@ -35,7 +38,7 @@ class Projection:
             return
         self._kernels = kernels.library()
         if self._kernels is not None:
-            self.plain = kernels.in_huge_pages(weight)
+            self.plain = kernels.in_huge_pages(narrowed(weight))
             self._blocked = _blocked(weight) if two_layouts else None
             return
         self._blocked = _blocked(weight)
@@ -46,6 +49,11 @@ class Projection:
         elif self.out_features > self.in_features:
             self.plain, self._transposed = None, weight.t().contiguous()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernels multiply by this weight."""
+        return self._kernels is not None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] → [N, out]."""
         if self._kernels is not None and x.shape[0] <= kernels.TOKENS_MAX:
@@ -53,7 +61,7 @@ class Projection:
             return kernels.linear(self._kernels, x, self.plain)
         if self._blocked is None:
             assert self.plain is not None
-            return F.linear(x, self.plain)
+            return F.linear(x, self.plain.to(x.dtype))
         if x.shape[0] == 1:
             if self._transposed is not None:
                 return torch.mm(x, self._transposed)
@@ -61,6 +69,12 @@ class Projection:
                 return F.linear(x, self.plain)
         product: torch.Tensor = _multiply_blocked(x, self._blocked, None, "none", [], "")
         return product
+
+
+def narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight in bfloat16, if that loses nothing."""
+    narrow = weight.bfloat16()
+    return narrow if torch.equal(narrow.float(), weight) else weight
 
 
 def _find_operators() -> tuple[Any, Any]:

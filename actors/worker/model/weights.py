@@ -7,7 +7,8 @@ Projections that read the same input are fused into one matrix, so that a decode
 * delta-net: rows ``[Q, K, V channels, z, b, a]``; MLP: rows ``[gate, up]``.
 
 In float32 the weights of the norms are folded into the matrices behind them (``W·diag(1 + w)``), which saves a pass
-over the activations; in narrower types that would change the rounding.
+over the activations; in narrower types that would change the rounding. So it is not done either for a bfloat16
+checkpoint that the kernels decode: its matrices stay bfloat16 in memory (see ``projection.py``).
 
 Sharding is by contiguous heads, by columns for the row-parallel outputs, by vocabulary for embedding and lm_head.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from actors.worker.layout import kv_head_span
+from actors.worker.model import kernels
 from actors.worker.model.checkpoint import Checkpoint, Range
 from actors.worker.model.config import ModelConfig
 from actors.worker.model.projection import Projection
@@ -83,7 +85,10 @@ class DraftWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Everything one rank computes with. Its vocabulary is ``[vocab_start, vocab_start + embedding.shape[0])``."""
+    """Everything one rank computes with. Its vocabulary is ``[vocab_start, vocab_start + embedding.shape[0])``.
+
+    ``dtype`` is what it computes in; ``embedding`` may be kept in a narrower type.
+    """
 
     embedding: torch.Tensor
     lm_head: Projection
@@ -91,6 +96,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     draft: DraftWeights | None
+    dtype: torch.dtype
 
 
 def vocab_range(vocab_size: int, tp_size: int, rank: int) -> Range:
@@ -142,7 +148,8 @@ class _Loader:
         self._config, self._checkpoint = config, checkpoint
         self._tp_size, self._rank = tp_size, rank
         self._dtype, self._device = dtype, device
-        self._folds = dtype == torch.float32
+        stays_narrow = config.checkpoint_dtype == "bfloat16" and device.type == "cpu" and kernels.library() is not None
+        self._folds = dtype == torch.float32 and not stays_narrow
         self._two_layouts = checkpoint.element_count * dtype.itemsize // tp_size <= TWO_LAYOUTS_BYTES_MAX
 
     def _project(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Projection:
@@ -159,7 +166,7 @@ class _Loader:
         lm_head = self._project(head)
         if config.tied_embeddings and lm_head.plain is not None:
             embedding = lm_head.plain  # one copy of it, wherever the projection keeps its own
-        return ModelWeights(embedding, lm_head, rows[0], layers, norm, draft)
+        return ModelWeights(embedding, lm_head, rows[0], layers, norm, draft, self._dtype)
 
     def layer(self, prefix: str, attention: bool) -> LayerWeights:
         config = self._config
