@@ -1,7 +1,8 @@
 """The post office of a node: stamps what its actors send, and brings it to an actor of this node or to a link.
 
-It also knows who is dead. Messages that say so (``InstanceLost``, and ``ClusterView`` by naming a newer life) pass
-through here anyway; from then on nothing of the dead incarnation is delivered, and nothing queued for it is sent.
+It also knows who is dead. Messages that say so (``InstanceLost`` and ``UnlinkPeer``; ``ClusterView`` and ``LinkPeer``
+name a newer life) pass through here anyway; from then on nothing of the dead incarnation is delivered,
+nothing queued for it is sent, and what is sent to that node is for its next life.
 
 Threads: ``post``, ``stamp`` and ``register`` may be called from any thread; a ``Basket`` belongs to one. Link events
 arrive on the links' thread.
@@ -18,7 +19,7 @@ from actors.runtime.log import Log
 from actors.runtime.swaps import Swaps
 from actors.runtime.timers import Timers
 from messages.base import Message, instance_of
-from messages.cluster import ClusterView, InstanceLost
+from messages.cluster import ClusterView, InstanceLost, LinkPeer, UnlinkPeer
 from messages.codec import UnencodableValue, encode
 from messages.envelope import Envelope
 from messages.lifecycle import NotSent, PeerLost
@@ -147,7 +148,7 @@ class PostOffice:
 
     def _forward(self, envelope: Envelope, corrupt: bool, parcels: dict[str, list[bytes]]) -> None:
         node, _, actor = envelope.to.partition("/")
-        if type(envelope.message) in _NEWS:
+        if type(envelope.message) in NEWS:
             self._read_news(envelope.message)
         if node == self.node:
             self._recorder.sent(envelope, 0)
@@ -214,12 +215,12 @@ class PostOffice:
 
     def _deliver(self, session: int, envelopes: Sequence[Envelope]) -> None:
         """Into the mailboxes, runs of envelopes for the same actor together."""
-        if len(envelopes) == 1 and not self._dead and type(envelopes[0].message) not in _NEWS:  # the common case
+        if len(envelopes) == 1 and not self._dead and type(envelopes[0].message) not in NEWS:  # the common case
             self._hand_over(envelopes[0].to.partition("/")[2], session, envelopes)
             return
         start, to = 0, ""
         for index, envelope in enumerate(envelopes):
-            if type(envelope.message) in _NEWS:
+            if type(envelope.message) in NEWS:
                 self._read_news(envelope.message)
             is_dead = bool(self._dead) and self._is_dead(envelope)
             if envelope.to != to or is_dead:
@@ -267,11 +268,8 @@ class PostOffice:
         return envelope.incarnation <= self._dead.get(instance_of(envelope.sender), -1)
 
     def _read_news(self, message: Message) -> None:
-        if isinstance(message, InstanceLost):
-            self._bury(message.instance, message.incarnation)
-        elif isinstance(message, ClusterView):
-            for info in message.instances:
-                self._bury(info.instance, info.incarnation - 1)
+        for instance, incarnation in deaths_in(message):
+            self._bury(instance, incarnation)
 
     def _bury(self, instance: str, incarnation: int) -> None:
         """Lives of ``instance`` up to ``incarnation`` are over."""
@@ -281,7 +279,21 @@ class PostOffice:
         self._links.require(instance, incarnation + 1)
 
 
-_NEWS = (InstanceLost, ClusterView)
+NEWS = frozenset({InstanceLost, UnlinkPeer, ClusterView, LinkPeer})
+"""Types of messages that say who is dead."""
+
+
+def deaths_in(message: Message) -> list[tuple[str, int]]:
+    """(instance, its newest incarnation that is over), as one of ``NEWS`` says."""
+    match message:
+        case InstanceLost() | UnlinkPeer():
+            return [(message.instance, message.incarnation)]
+        case ClusterView():
+            return [(info.instance, info.incarnation - 1) for info in message.instances]
+        case LinkPeer():
+            return [(message.peer.instance, message.peer.incarnation - 1)]
+        case _:
+            return []
 
 
 class Basket:

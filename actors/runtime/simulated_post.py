@@ -13,12 +13,11 @@ from heapq import heappush
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from actors.runtime.postoffice import not_sent
+from actors.runtime.postoffice import NEWS, deaths_in, not_sent
 from actors.runtime.simulated_links import Links
 from actors.runtime.simulated_nodes import SimulatedActor, SimulatedNode
 from actors.runtime.swaps import Swaps
 from messages.base import Message
-from messages.cluster import ClusterView, InstanceLost
 from messages.codec import MalformedFrame, UnencodableValue, decode, encode
 from messages.envelope import MESSAGE_TYPES, Envelope
 from messages.lifecycle import PeerLost
@@ -34,7 +33,6 @@ HEARD_MAX: Final = 12
 
 Listener = Callable[[int, Envelope], None]
 
-_NEWS: Final = frozenset({InstanceLost, ClusterView})
 _NAMES: Final = {
     kind: ("request_id" in kind.__struct_fields__, "epoch" in kind.__struct_fields__) for kind in MESSAGE_TYPES
 }
@@ -116,7 +114,7 @@ class SimulatedPost:
         self._transmit(node, late[0], late[1])
 
     def _transmit(self, node: SimulatedNode, envelope: Envelope, corrupt: bool, swap_ns: int = 0) -> None:
-        if type(envelope.message) in _NEWS:
+        if type(envelope.message) in NEWS:
             self._read_news(node, envelope.message)
         actor = node.by_address.get(envelope.to)
         if actor is not None:
@@ -259,7 +257,7 @@ class SimulatedPost:
             if to in self.listeners:
                 self.listeners[to](simulation.now_ns, envelope)
             return
-        if type(envelope.message) in _NEWS:
+        if type(envelope.message) in NEWS:
             self._read_news(node, envelope.message)
         source, _, instance = self._places[envelope.sender]
         incarnation = envelope.incarnation
@@ -311,11 +309,8 @@ class SimulatedPost:
         return bool(node.dead) and incarnation <= node.dead.get(instance, -1)
 
     def _read_news(self, node: SimulatedNode, message: Message) -> None:
-        if isinstance(message, InstanceLost):
-            self._bury(node, message.instance, message.incarnation)
-        elif isinstance(message, ClusterView):
-            for info in message.instances:
-                self._bury(node, info.instance, info.incarnation - 1)
+        for instance, incarnation in deaths_in(message):
+            self._bury(node, instance, incarnation)
 
     def _bury(self, node: SimulatedNode, instance: str, incarnation: int) -> None:
         """Lives of ``instance`` up to ``incarnation`` are over for ``node``; what waits for them is dropped."""

@@ -10,7 +10,7 @@ whose simulated version asks ``SimulatedContext.call_later`` for the time that t
   only waits in its receiver's mailbox. Mailboxes are first in, first out.
 * ``crash`` ends a life: its timers, jobs and mailboxes vanish, what it had sent may still arrive. ``start_node`` under
   a larger incarnation begins the next. As in the real post office, envelopes of an older life are dropped once a newer
-  one has spoken, or ``InstanceLost`` or a ``ClusterView`` said that it is over; what was sent to a life dies with it
+  one has spoken, or a message said that it is over (``postoffice.NEWS``); what was sent to a life dies with it
   (its senders get ``PeerLost`` after ``detect_ms``), what is sent while there is none waits for the next one.
 * After every step (one handled message) ``on_step`` is called, if there is one.
 

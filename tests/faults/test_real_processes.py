@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 from scripts.cluster import Cluster
 from scripts.compare import equal_by_tie_rule
 from scripts.models import DEMO_MODEL_DIR
-from tests.e2e.conftest import OPTIONS, ask, prompt_of, wait_until_idle
+from tests.e2e.conftest import OPTIONS, ask, prompt_of, scheduler_values, wait_until_idle
 from tests.e2e.reference import TransformersReference
 
 MAX_TOKENS = 24
@@ -84,3 +86,23 @@ def test_clients_get_every_token_and_everything_is_freed(scenario: Scenario, ref
         assert (attempts == 1) is scenario.prefilled_once, "a request is submitted again only when its prefill is lost"
         wait_until_idle(cluster, timeout_s=60.0)
     assert not [name for name in os.listdir("/dev/shm") if run_id in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["d0.r0", "d0.ctl"])
+def test_an_instance_that_died_before_its_first_request_takes_it_in_its_next_life(node: str) -> None:
+    """Nothing of the hand-off is lost on links that were never used: no offer and no hand-off has to time out."""
+    options = msgspec.structs.replace(OPTIONS, topology="P2/D1", handoff_timeout_ms=600_000)
+    with Cluster(options) as cluster:
+
+        def unit() -> dict[str, Any]:
+            found: dict[str, Any] = cluster.observer.status()["units"]["d0"]
+            return found
+
+        os.kill(cluster.observer.status()["nodes"][node]["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (unit()["incarnation"], unit()["state"]) != (2, "running"):
+            assert time.monotonic() < deadline, unit()
+        answers = ask(cluster, [prompt_of(60, salt) for salt in range(2)], max_tokens=4)
+        assert [answer["kvferry"]["attempts"] for answer in answers] == [1, 1]
+        assert "silent" not in str(scheduler_values(cluster)["p0.ctl/scheduler"])

@@ -13,7 +13,7 @@ from actors.runtime.hooks import Delivery
 from actors.runtime.machine import Effect, Send
 from actors.runtime.node import Node
 from messages.base import Message
-from messages.cluster import ClusterView, InstanceInfo, InstanceLost
+from messages.cluster import ClusterView, InstanceInfo, InstanceLost, LinkPeer, UnlinkPeer
 from messages.envelope import Envelope
 from messages.lifecycle import NotSent, PeerLost
 from messages.requests import CancelRequest, Failed
@@ -130,9 +130,15 @@ def test_a_dead_life_in_a_frame_with_living_ones_is_left_out(make: Make) -> None
 
 
 @pytest.mark.parametrize(
-    "news", [lost("d0", 1), ClusterView(version=2, registry_incarnation=1, instances=(info("d0", 2),))]
+    "news",
+    [
+        lost("d0", 1),
+        UnlinkPeer(instance="d0", incarnation=1),
+        ClusterView(version=2, registry_incarnation=1, instances=(info("d0", 2),)),
+        LinkPeer(peer=info("d0", 2)),
+    ],
 )
-def test_news_of_a_death_frees_the_way_to_the_next_life(make: Make, news: InstanceLost | ClusterView) -> None:
+def test_news_of_a_death_frees_the_way_to_the_next_life(make: Make, news: Message) -> None:
     """What waited for the dead is dropped, what is sent after the news arrives, and nobody is told of a lost peer."""
     one, machine = make("p0.ctl")
     one.post("main", "d0.ctl/main", text("for the dead"))
