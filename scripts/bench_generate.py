@@ -211,7 +211,11 @@ class _RunnerLoop:
 
 def measure_transformers(model_dir: str, dtype: str = "float32") -> Measure:
     """``transformers``' model with its own cache, called as cheaply as it allows: one forward per step, no sampling."""
-    from transformers import DynamicCache, Qwen3_5ForCausalLM
+    try:
+        from transformers import DynamicCache, Qwen3_5ForCausalLM
+    except ImportError as error:
+        text = "transformers is not installed: pip install 'kvferry[test]', or measure --against none"
+        raise ConfigError(text) from error
 
     model = Qwen3_5ForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
 

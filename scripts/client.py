@@ -9,10 +9,12 @@ from typing import Any
 
 import httpx
 
+from actors.runtime.config import CommandFailed
+
 CONCURRENCY_MAX = 256
 
 
-class RequestError(RuntimeError):
+class RequestError(CommandFailed):
     """The server answered with an error; ``status`` is the HTTP code."""
 
     def __init__(self, status: int, text: str) -> None:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.runtime.config import ConfigError, NodeConfig, Options
+from actors.runtime.config import CommandFailed, ConfigError, NodeConfig, Options
 from actors.runtime.node import Node
+from actors.runtime.option_ranges import check_ranges
 from actors.supervisor.actor import make_build
 from actors.supervisor.console import Console
 from actors.supervisor.machine import CONSOLE
@@ -30,7 +31,6 @@ from actors.supervisor.run_dir import RunDir, clean_dead_runs, make_run_dir
 from actors.supervisor.topology import CheckTp, Topology, parse_topology
 from actors.supervisor.units import FACTORIES, Kind, TreePlan
 from actors.worker.model.config import check_tp, load_config
-from actors.worker.settings import SPECULATIVE_TOKENS_MAX
 from messages.base import SUPERVISOR, Message, actor_of, node_of
 from messages.lifecycle import NodeProgress, Stop, TreeEnded, TreeReady
 from scripts.models import resolve_model
@@ -41,7 +41,7 @@ from transport.keys import FILE_NAME, make_keys, write_keys
 _CLOSED = "closed"
 
 
-class ClusterError(RuntimeError):
+class ClusterError(CommandFailed):
     """The cluster ended, or never came up; its text is the supervisor's reason."""
 
 
@@ -55,30 +55,32 @@ class Event(NamedTuple):
 
 def check_options(options: Options) -> tuple[Options, Topology]:
     """Options with the model's directory and served name filled in, and the topology. Raises ``ConfigError``."""
+    check_ranges(options)
+    _check_trace_dir(options)
     folder = resolve_model(options.model)
     config = load_config(folder)
     topology = parse_topology(options.topology, partial(check_tp, config))
     _check_speculation(options, topology)
-    if options.stream_interval < 1:
-        raise ConfigError(f"stream_interval {options.stream_interval} is out of range; allowed: at least 1")
     name = options.served_model_name or Path(options.model).name
     return msgspec.structs.replace(options, model=str(folder), served_model_name=name), topology
 
 
 def _check_speculation(options: Options, topology: Topology) -> None:
     """Draft depths that no link could serve are refused before anything starts."""
-    names = ("num_speculative_tokens", "prefill_num_speculative_tokens")
-    for name, least in zip(names, (0, -1), strict=True):
-        if not least <= getattr(options, name) <= SPECULATIVE_TOKENS_MAX:
-            raise ConfigError(
-                f"{name} {getattr(options, name)} is out of range; allowed: {least} to {SPECULATIVE_TOKENS_MAX}"
-            )
     depths = {plan.role: options.speculative_tokens_of(plan.role) for plan in topology.instances}
     if depths.get("DECODE") and depths.get("PREFILL") == 0:
         raise ConfigError(
             f"prefill_num_speculative_tokens 0 with num_speculative_tokens {options.num_speculative_tokens}: decode "
             "instances draft from a cache that prefill instances must fill; set prefill_num_speculative_tokens to at "
             "least 1 (-1: the same depth), or num_speculative_tokens to 0"
+        )
+
+
+def _check_trace_dir(options: Options) -> None:
+    """A trace is of one run: two in one directory would be read as one."""
+    if options.trace_dir and any(Path(options.trace_dir).glob("*.trace")):
+        raise ConfigError(
+            f"--trace-dir {options.trace_dir} holds another run's trace; name another directory, or remove its files"
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from actors.runtime.config import ConfigError, Options
+from actors.runtime.config import CommandFailed, ConfigError, Options
 from scripts.options import cluster_options
 from scripts.trace import trace
 
@@ -17,14 +18,26 @@ CONFIGURATION_REFUSED = 2
 
 
 class _Commands(click.Group):
-    """Turns a refused configuration into one line and exit status 2, for every command below it."""
+    """Turns what went wrong into one line, for every command below it: exit status 2 for a refused configuration, 1 for
+    a failure or a file that cannot be read or written."""
 
     def invoke(self, context: click.Context) -> Any:
+        heard = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command made is removed then, too
         try:
             return super().invoke(context)
         except ConfigError as error:
             click.echo(f"kvferry: refused: {error}", err=True)
             context.exit(CONFIGURATION_REFUSED)
+        except CommandFailed as error:
+            click.echo(f"kvferry: {error}", err=True)
+            context.exit(1)
+        except OSError as error:
+            if error.filename is None:  # not about a path that a person gave
+                raise
+            click.echo(f"kvferry: {error.filename}: {error.strerror}", err=True)
+            context.exit(1)
+        finally:
+            signal.signal(signal.SIGTERM, heard)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -95,7 +108,7 @@ def stop(run_dir: str, timeout: float) -> None:
 
 
 @main.command()
-@cluster_options()
+@cluster_options({"port": 0})
 @click.option("--prompt", "prompts", multiple=True, help="A prompt; may be given several times.")
 @click.option("--prompt-token-ids", multiple=True, help="A prompt as a JSON list of token ids.")
 @click.option(
@@ -109,7 +122,9 @@ def stop(run_dir: str, timeout: float) -> None:
 @click.option("--top-k", default=0, show_default=True)
 @click.option("--request-seed", type=int, default=None, help="Seed of every request (default: one each from --seed).")
 @click.option("--ignore-eos", is_flag=True, help="Run to --max-tokens.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per request on stdout, in input order.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object per request on stdout: prompts, token ids, the file."
+)
 def generate(
     options: Options,
     prompts: tuple[str, ...],
@@ -158,9 +173,15 @@ def generate(
 @click.option("--model", default="demo", show_default=True, help="Hugging Face directory, or 'demo'.")
 @click.option("--from", "source", required=True, metavar="TPn", help="Tensor-parallel size of the prefill instance.")
 @click.option("--to", "target", required=True, metavar="TPn", help="Tensor-parallel size of the decode instance.")
-@click.option("--prompt-tokens", default=2048, show_default=True, help="Prompt length of the per-request figures.")
-@click.option("--block-size", default=16, show_default=True)
-@click.option("--num-speculative-tokens", default=0, show_default=True)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Prompt length of the per-request figures.",
+)
+@click.option("--block-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--num-speculative-tokens", type=click.IntRange(0, 8), default=0, show_default=True)
 @click.option("--enable-mtp-draft-body-tp1", is_flag=True)
 @click.option("--json", "as_json", is_flag=True)
 def plan(as_json: bool, **values: Any) -> None:
@@ -180,7 +201,9 @@ def bench() -> None:
 
 
 @bench.command("handoff")
-@click.option("--geometry", default="qwen3.5-2b", show_default=True)
+@click.option(
+    "--geometry", default="qwen3.5-2b", show_default=True, help="A known model's, or a checkpoint directory's."
+)
 @click.option("--topology", default="P2/D1", show_default=True)
 @click.option("--prompt-tokens", default=18592, show_default=True)
 @click.option("--kv-cache-transfer-mode", type=click.Choice(["PUSH", "PULL"]), default="PUSH", show_default=True)
@@ -251,7 +274,7 @@ def bench_tracing(as_json: bool, **values: Any) -> None:
 
 
 @bench.command("accuracy")
-@cluster_options()
+@cluster_options({"port": 0})
 @click.option("--against", default="TP1", show_default=True, help="Topology of the reference run.")
 @click.option("--prompt-count", default=600, show_default=True)
 @click.option("--max-tokens", default=25, show_default=True)
@@ -259,14 +282,9 @@ def bench_tracing(as_json: bool, **values: Any) -> None:
 def bench_accuracy(options: Options, against: str, prompt_count: int, max_tokens: int, as_json: bool) -> None:
     """Run a prompt set on two topologies: equal outputs, first differences, and perplexity of both."""
     from scripts.bench_accuracy import run
-    from scripts.client import RequestError
-    from scripts.cluster import ClusterError
     from scripts.demo_prompts import accuracy_prompts, perplexity_text
 
-    try:
-        result = run(options, against, accuracy_prompts(prompt_count), max_tokens, perplexity_text())
-    except (ClusterError, RequestError) as error:
-        raise click.ClickException(str(error)) from error
+    result = run(options, against, accuracy_prompts(prompt_count), max_tokens, perplexity_text())
     _report(result, as_json)
     sys.exit(0 if result["equal_by_tie_rule"] == result["prompts"] else 1)
 
@@ -276,8 +294,12 @@ main.add_command(trace)
 
 @main.command()
 @click.option("--seed", default=0, show_default=True, help="First seed.")
-@click.option("--seeds", "seed_count", default=1, show_default=True, help="How many seeds to run.")
-@click.option("--requests", "request_count", default=20, show_default=True, help="Requests per seed.")
+@click.option(
+    "--seeds", "seed_count", type=click.IntRange(min=1), default=1, show_default=True, help="How many seeds to run."
+)
+@click.option(
+    "--requests", "request_count", type=click.IntRange(min=1), default=20, show_default=True, help="Requests per seed."
+)
 @click.option("--faults", default="all", show_default=True, help="all, none, or kinds separated by commas.")
 @click.option("--topology", default="", help="Fixed topology (default: drawn from the seed).")
 @click.option("--time-limit", "time_limit_s", default=0.0, metavar="SECONDS", help="Begin no seed after this long.")

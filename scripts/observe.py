@@ -146,11 +146,13 @@ def find_run_dir(configured: str = "") -> Path:
     if configured:
         path = Path(configured).expanduser().absolute()
         if not is_alive(path):
-            raise ConfigError(f"no kvferry runs in {path} (option: run_dir)")
+            raise ConfigError(f"no kvferry runs in {path} (--run-dir)")
         return path
     alive = [path for path in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")) if is_alive(path)]
     if not alive:
-        raise ConfigError("no kvferry cluster runs on this host; start one with kvferry serve, or name its --run-dir")
+        raise ConfigError(
+            "no kvferry cluster runs here; start one with kvferry serve, or name the --run-dir it was started with"
+        )
     if len(alive) > 1:
         names = ", ".join(str(path) for path in alive)
         raise ConfigError(f"several kvferry clusters run on this host; name one with --run-dir: {names}")

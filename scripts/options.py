@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ HELP: dict[str, str] = {
     "num_speculative_tokens": "MTP draft depth, 0 to 8; 0 is off.",
     "prefill_num_speculative_tokens": "Draft depth prefill instances lay their caches out for; -1: the same.",
     "enable_mtp_draft_body_tp1": "Replicate the draft body on every rank (its lm_head stays sharded).",
-    "run_dir": "Private directory for sockets and logs (default: a new one under the temporary directory).",
+    "run_dir": "Private directory for sockets and keys (default: a new one under the temporary directory).",
     "trace_dir": "Write a full message trace here (see 'kvferry trace').",
     "trace_payloads": "Keep message bodies in the trace, not only their headers.",
     "trace_ring": "Envelopes every node remembers even without --trace-dir.",
@@ -101,8 +102,11 @@ def build_options(values: dict[str, Any]) -> Options:
     try:
         return msgspec.convert(values, Options)
     except msgspec.ValidationError as error:
-        text = str(error)
-        raise ConfigError(f"options: {text.replace('`$.', '`--').replace('object contains', 'there is an')}") from error
+        text = str(error).replace("`$.", "`--").replace("object contains", "there is an")
+        named = re.search(r"`--(\w+)`", text)
+        hint = get_type_hints(Options).get(named[1]) if named else None
+        allowed = f"; allowed: {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
+        raise ConfigError(f"{text}{allowed}") from error
 
 
 def cluster_options(defaults: dict[str, Any] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -120,7 +124,11 @@ def cluster_options(defaults: dict[str, Any] | None = None) -> Callable[[Callabl
             if config is not None:
                 merged |= load_config_file(config)
             merged |= {name: value for name, value in flags.items() if value is not None}
-            return command(options=build_options(merged), **values)
+            try:
+                options = build_options(merged)
+            except ConfigError as error:  # flags have types: it is the file's
+                raise ConfigError(f"--config {config}: {error}") from error
+            return command(options=options, **values)
 
         decorated: Callable[..., Any] = with_options
         for field in reversed(msgspec.structs.fields(Options)):

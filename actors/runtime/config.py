@@ -17,6 +17,10 @@ class ConfigError(ValueError):
     """A configuration that cannot work; its text says the value seen, the value allowed and the option to change."""
 
 
+class CommandFailed(RuntimeError):
+    """What a person asked for did not come about; the text says why. No traceback would tell them more."""
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a person may set for a cluster. Field names are the option names."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.runtime.config import ConfigError, NodeConfig
+from actors.runtime.option_ranges import SPECULATIVE_TOKENS_MAX
 from actors.worker.layout import block_count_for, build_layout
 from actors.worker.model.config import ModelConfig, check_tp, load_config, resolve_dtype
 from messages.layout import ModelGeometry, TensorLayout
-
-SPECULATIVE_TOKENS_MAX = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_type_hints
 
 import click
 import msgspec
@@ -11,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from actors.runtime.config import ConfigError, Options
-from scripts.cluster import check_options
+from actors.runtime.option_ranges import RANGES, check_ranges, flag_of
+from scripts.cluster import ClusterError, check_options
 from scripts.main import main
 from scripts.options import HELP, build_options, cluster_options
 
@@ -62,8 +64,8 @@ def test_booleans_are_written_as_the_references_write_them(arguments: list[str],
     ("decode", "prefill", "named"),
     [
         (3, 0, "prefill_num_speculative_tokens 0 with num_speculative_tokens 3"),
-        (9, -1, "num_speculative_tokens 9 is out of range; allowed: 0 to 8"),
-        (3, -2, "prefill_num_speculative_tokens -2 is out of range; allowed: -1 to 8"),
+        (9, -1, "--num-speculative-tokens 9 is out of range; allowed: 0 to 8"),
+        (3, -2, "--prefill-num-speculative-tokens -2 is out of range; allowed: -1 to 8"),
     ],
 )
 def test_draft_depths_that_cannot_work_are_refused_at_the_start(decode: int, prefill: int, named: str) -> None:
@@ -78,6 +80,71 @@ def test_prefill_instances_may_have_a_draft_depth_of_their_own() -> None:
     check_options(options)
     assert [options.speculative_tokens_of(role) for role in ("PREFILL", "DECODE", "MIX")] == [1, 3, 3]
     assert Options(num_speculative_tokens=2).speculative_tokens_of("PREFILL") == 2
+
+
+NUMBERS = [name for name, hint in get_type_hints(Options).items() if hint in (int, float)]
+
+
+def test_every_number_among_the_options_has_a_range_and_its_default_lies_in_it() -> None:
+    assert set(RANGES) == set(NUMBERS)
+    check_ranges(Options())
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_outside_its_range_ends_the_command_before_anything_starts(name: str) -> None:
+    least, most = RANGES[name]
+    for value in {int(least) - 1, int(most) + 1} if most < 2**62 else {int(least) - 1}:
+        result = CliRunner().invoke(main, ["serve", flag_of(name), str(value)])
+        assert result.exit_code == 2
+        assert result.output.startswith(f"kvferry: {flag_of(name)} {value}")
+        assert "is out of range; allowed: " in result.output
+
+
+def test_a_hang_timeout_shorter_than_two_heartbeats_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--hang-timeout-ms 900 is too short for --heartbeat-ms 500; .* at least 1000"
+    ):
+        check_options(Options(hang_timeout_ms=900))
+
+
+def test_a_directory_with_the_trace_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "front.1.trace").touch()
+    result = CliRunner().invoke(main, ["generate", "--prompt", "x", "--trace-dir", str(tmp_path)])
+    assert (result.exit_code, "holds another run's trace" in result.output) == (2, True), result.output
+
+
+def test_a_cluster_that_does_not_come_up_ends_the_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(*arguments: object) -> None:
+        raise ClusterError("d0.r0 did not start")
+
+    monkeypatch.setattr("scripts.generate.generate", generate)
+    result = CliRunner().invoke(main, ["generate", "--prompt", "x"])
+    assert (result.exit_code, result.output) == (1, "kvferry: d0.r0 did not start\n")
+
+
+def test_a_path_that_cannot_be_written_ends_the_command_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(*arguments: object) -> None:
+        Path("/proc/none").mkdir()
+
+    monkeypatch.setattr("scripts.generate.generate", generate)
+    result = CliRunner().invoke(main, ["generate", "--prompt", "x"])
+    assert (result.exit_code, result.output) == (1, "kvferry: /proc/none: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('dtype = "fp16"', "--dtype`; allowed: auto, float32, bfloat16"),
+        ("blok_size = 3", "blok_size"),
+        ("{", "cluster.toml"),
+    ],
+)
+def test_a_config_file_that_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, named: str) -> None:
+    config = tmp_path / "cluster.toml"
+    config.write_text(text)
+    result = CliRunner().invoke(main, ["serve", "--config", str(config)])
+    assert result.exit_code == 2
+    assert str(config) in result.output and named in result.output
 
 
 def test_an_unknown_option_in_a_config_file_is_refused_by_name() -> None:

@@ -47,7 +47,7 @@ def test_stop_request_from_outside_drains_and_ends_the_cluster() -> None:
 
 
 def test_looking_for_a_cluster_where_none_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no kvferry cluster runs on this host"):
+    with pytest.raises(ConfigError, match="no kvferry cluster runs here"):
         find_run_dir()
     with pytest.raises(ConfigError, match="no kvferry runs in"):
         find_run_dir(str(tmp_path))
