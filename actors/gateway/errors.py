@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 _KINDS = {
     400: "invalid_request_error",
     404: "not_found_error",
@@ -33,6 +35,6 @@ class ApiError(Exception):
 
 def invalid(param: str, value: object, allowed: str) -> ApiError:
     """A 400 that names the parameter, the value seen and what is allowed."""
-    shown = repr(value)
+    shown = msgspec.json.encode(value).decode() if isinstance(value, msgspec.Struct) else repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return ApiError(400, f"{param}: {shown} is not allowed; {allowed}", param)

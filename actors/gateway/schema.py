@@ -13,7 +13,7 @@ timings in ms, bytes moved, the instances involved and speculation counters. A r
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -143,17 +143,26 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(kept, kind)
     except msgspec.ValidationError as error:
-        raise _named(error) from error
+        raise _named(error, kind) from error
 
 
-def _named(error: msgspec.ValidationError) -> ApiError:
+def _named(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> ApiError:
     """msgspec says ``Expected `int`, got `str` - at `$.max_tokens```; the client should see the parameter first."""
     what, _, path = str(error).partition(" - at `$")
     param = path.strip("`.").partition("[")[0].partition(".")[0]
     if not param and "missing required field" in what:
         param = what.split("`")[1]
         return ApiError(400, f"{param} is missing", param)
-    return ApiError(400, f"{param or 'body'}: {what[:1].lower()}{what[1:]}", param)
+    allowed = _choices(get_type_hints(kind).get(param)) if what.startswith("Invalid enum value") else ()
+    choices = f"; allowed: {', '.join(map(str, allowed))}" if allowed else ""
+    return ApiError(400, f"{param or 'body'}: {what[:1].lower()}{what[1:]}{choices}", param)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of a ``Literal``, also of one among other types."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for part in get_args(hint) for choice in _choices(part))
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

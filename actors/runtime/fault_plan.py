@@ -200,6 +200,9 @@ def parse_line(text: str) -> FaultPlan:
         if verb.startswith("seed="):
             seed = _number("seed", verb[5:])
             continue
+        actions = (*MESSAGE_ACTIONS, *POINT_ACTIONS, *WRITE_ACTIONS)
+        if verb not in actions:
+            raise FaultPlanError(f"fault plan: {verb!r} is no fault; allowed: {', '.join(dict.fromkeys(actions))}")
         fields: dict[str, Any] = {}
         rule: dict[str, Any] = {"do": verb}
         where = "write" if "write" in words or verb in ("fail", "tear") else ""

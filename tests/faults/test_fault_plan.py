@@ -88,6 +88,11 @@ def test_a_rule_that_cannot_be_meant_is_refused_with_the_reason(rule: dict[str, 
     assert reason in str(refused.value)
 
 
+def test_an_unknown_fault_in_a_line_is_refused_with_those_there_are() -> None:
+    with pytest.raises(FaultPlanError, match=r"'explode' is no fault; allowed: drop, .*, kill, .*, fail"):
+        parse_line("explode handled=PullKVCache")
+
+
 @pytest.mark.parametrize("text", ["drop nth", "drop type=Stop nth=x", "drop type=Stop probability=x", "seed=x"])
 def test_a_line_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(FaultPlanError):

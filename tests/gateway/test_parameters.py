@@ -201,6 +201,11 @@ def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     assert caught.value.code == 400
 
 
+def test_a_word_that_is_none_of_those_allowed_is_refused_with_them(tokenizer: CheckpointTokenizer) -> None:
+    error = refusal(tokenizer, priority="high")
+    assert (error.param, "'high'; allowed: online, offline" in error.message) == ("priority", True), error.message
+
+
 def test_missing_fields_are_named(tokenizer: CheckpointTokenizer) -> None:
     with pytest.raises(ApiError, match="messages is missing"):
         parse_body(b"{}", ChatBody)
