@@ -337,9 +337,21 @@ def simulate(
 def _report(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         _print_json(result)
-        return
+    else:
+        _print_table(result)
+
+
+def _print_table(result: dict[str, Any], indent: str = "") -> None:
+    """One value per line; a table within it, or a list of tables, is indented below its name."""
     for name, value in result.items():
-        click.echo(f"{name:32} {value:.4g}" if isinstance(value, float) else f"{name:32} {value}")
+        rows = value if isinstance(value, list) else [value]
+        if rows and all(isinstance(row, dict) for row in rows):
+            click.echo(f"{indent}{name}")
+            for row in rows:
+                _print_table(row, indent + "  ")
+        else:
+            shown = f"{value:.4g}" if isinstance(value, float) else value
+            click.echo(f"{indent}{name:{32 - len(indent)}} {shown}")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from actors.gateway.jobs import DeliverRefusal
 from actors.gateway.routing import Router
 from messages.gateway import ClientSubmit
 
+STOPPING = "the server is stopping"
+"""What clients and ``/health`` are told while the gateway drains."""
+
 
 def refuse(message: ClientSubmit, book: Book, router: Router, *, draining: bool) -> DeliverRefusal | None:
     """Why this ticket is not admitted, or None: 503 stopping or nobody serves, 409 id in flight, 400 too long."""
     ticket = message.ticket
     if draining:
-        text = "the server is stopping"
-        return DeliverRefusal(ticket=ticket, code=503, message=text, retry_after_s=RETRY_AFTER_S)
+        return DeliverRefusal(ticket=ticket, code=503, message=STOPPING, retry_after_s=RETRY_AFTER_S)
     if taken := book.taken(message.request_id, (sample.request_id for sample in message.samples)):
         text = f"request id {taken!r} is already in flight; choose another or wait until that request has ended"
         return DeliverRefusal(ticket=ticket, code=409, message=text, param="request_id")

@@ -37,7 +37,7 @@ decode instance that streams it, or all of them while none has spoken yet. P and
 
 from __future__ import annotations
 
-from actors.gateway.admission import refuse
+from actors.gateway.admission import STOPPING, refuse
 from actors.gateway.attempts import INSTANCE_WAIT_MS, Attempts, timer
 from actors.gateway.book import Book
 from actors.gateway.jobs import DeliverTokens, PublishInstances, PublishLoad
@@ -281,12 +281,7 @@ class GatewayMachine:
 
     def _after_change(self, now_ns: int, what: str) -> list[Effect]:
         """Attempt again what a vanished instance held; place what waited for an instance."""
-        live = sorted(self._router.instances.items())
-        published = tuple((name, info.role, info.max_model_len) for name, info in live)
-        job = PublishInstances(
-            instances=published, missing=self._router.missing(), length_max=self._router.length_max()
-        )
-        effects: list[Effect] = [Run(job)]
+        effects: list[Effect] = [self._publish()]
         waiting: list[Record] = []
         for record in self._book.all():
             if record.state in ("prefill", "streaming", "closing"):
@@ -294,9 +289,20 @@ class GatewayMachine:
             elif record.state == "waiting" and record.waits_for == "an instance":
                 waiting.append(record)
         effects += self._attempts.place_all(now_ns, waiting)
-        if self._roll_call.keep(control_address(name, "scheduler") for name, _ in live):
+        if self._roll_call.keep(control_address(name, "scheduler") for name in sorted(self._router.instances)):
             effects += self._conclude_roll_call(now_ns)
         return effects
+
+    def _publish(self) -> Run:
+        """What the HTTP side may say of the cluster."""
+        live = sorted(self._router.instances.items())
+        return Run(
+            PublishInstances(
+                instances=tuple((name, info.role, info.max_model_len) for name, info in live),
+                missing=STOPPING if self._drain_asked_by else self._router.missing(),
+                length_max=self._router.length_max(),
+            )
+        )
 
     def _check_holder(self, now_ns: int, record: Record, what: str) -> list[Effect]:
         holder = record.decode or record.prefill
@@ -401,14 +407,15 @@ class GatewayMachine:
     def _on_drain(self, now_ns: int, sender: str, message: Drain) -> list[Effect]:
         self._drain_asked_by = sender
         due = RequestTimer(request_id="", epoch=0, purpose="drain")
-        return [StartTimer(("drain",), float(message.deadline_ms), due), *self._drained_if_empty()]
+        timer = StartTimer(("drain",), float(message.deadline_ms), due)
+        return [timer, self._publish(), *self._drained_if_empty()]
 
     def _on_drain_deadline(self, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
         for record in self._book.all():
             if record.state != "delivering":
-                effects += self._attempts.withdraw(record, "the server is stopping")
-                text = "the server is stopping and its drain deadline has passed"
+                effects += self._attempts.withdraw(record, STOPPING)
+                text = f"{STOPPING} and its drain deadline has passed"
                 effects += self._attempts.end(now_ns, record, "error", 503, text)
         return effects
 

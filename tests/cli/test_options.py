@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from actors.runtime.config import ConfigError, Options
 from actors.runtime.option_ranges import RANGES, check_ranges, flag_of
 from scripts.cluster import ClusterError, check_options
-from scripts.main import main
+from scripts.main import _report, main
 from scripts.options import HELP, build_options, cluster_options
 
 
@@ -170,3 +170,9 @@ def test_generate_without_a_prompt_is_refused_with_what_to_give() -> None:
     result = CliRunner().invoke(main, ["generate"])
     assert result.exit_code == 2
     assert "--prompt" in result.output
+
+
+def test_a_report_with_tables_in_it_is_printed_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    _report({"rate": 2.0, "depths": [{"depth": 1, "tokens_per_s": 12.345678}], "why": {"a": "b"}}, False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["rate", "2"], ["depths"], ["depth", "1"], ["tokens_per_s", "12.35"], ["why"], ["a", "b"]]

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.gateway.attempts import INSTANCE_WAIT_MS
+from actors.gateway.jobs import PublishInstances
 from actors.gateway.machine import CLOSE_WAIT_MS, GAP_WAIT_MS, QUIET_MS, ROLL_CALL_MS
 from actors.gateway.rollcall import PATIENCE_NS
+from actors.runtime.machine import Run
 from messages.base import EPOCHS_PER_ATTEMPT, GATEWAY, REGISTRY, SUPERVISOR, attempt_of, first_epoch
 from messages.cluster import ClusterView, Heartbeat, ViewRequest
 from messages.lifecycle import Drain, Drained, NotSent, PeerLost
@@ -623,6 +625,9 @@ def test_a_drain_refuses_new_requests_finishes_old_ones_and_says_when_it_is_done
     gateway = Harness("m0")
     gateway.submit()
     gateway.handle(SUPERVISOR, Drain(deadline_ms=1000))
+    published = [effect.job for effect in gateway.effects if isinstance(effect, Run)]
+    said = [job.missing for job in published if isinstance(job, PublishInstances)]
+    assert said[-1] == "the server is stopping", "/health says so from now on"
     gateway.submit("late", ticket=2)
     assert [refusal.code for refusal in gateway.refusals()] == [503]
     assert gateway.sent(Drained) == []
