@@ -9,6 +9,8 @@ Theory. One actor per rank. On a prefill rank it pushes (``source_machine.py``),
 * **Links.** ``LinkPeer`` → plan → map the peer's regions → ``PeerLinked``, or ``LinkFailed`` with the reason. On
   ``UnlinkPeer`` (or ``InstanceLost``) the link is lost: both sides end what depended on it; when the last attempt is
   gone the regions are unmapped.
+* **Broken connections.** ``PeerLost`` says that messages to a node may not have arrived, not that anybody is dead:
+  attempts that go on with that rank fail, and are offered again.
 
 Who says what to whom is written in ``messages/transfer.py``.
 """
@@ -27,7 +29,7 @@ from actors.transfer.staging import StagingSize
 from actors.transfer.target_machine import TargetMachine
 from messages.base import Message, control_address
 from messages.cluster import InstanceLost, LinkFailed, LinkPeer, PeerLinked, PeerUnlinked, UnlinkPeer
-from messages.lifecycle import WorkerReady
+from messages.lifecycle import PeerLost, WorkerReady
 from messages.transfer import (
     PeerMapped,
     StagingCreated,
@@ -68,6 +70,7 @@ class TransferMachine:
         on(PeerMapped, self._on_peer_mapped)
         on(UnlinkPeer, self._on_unlink_peer)
         on(InstanceLost, self._on_instance_lost)
+        on(PeerLost, self._on_link_broken)
         self._handlers.update(self.source.handlers())
         self._handlers.update(self.target.handlers())
 
@@ -173,6 +176,9 @@ class TransferMachine:
 
     def _on_instance_lost(self, now_ns: int, sender: str, message: InstanceLost) -> list[Effect]:
         return self._on_peer_lost(now_ns, message.instance, message.incarnation)
+
+    def _on_link_broken(self, now_ns: int, sender: str, message: PeerLost) -> list[Effect]:
+        return self.source.on_link_broken(message.node) + self.target.on_link_broken(now_ns, message.node)
 
     def _on_peer_lost(self, now_ns: int, instance: str, incarnation: int) -> list[Effect]:
         link = self.links.find(instance, incarnation)

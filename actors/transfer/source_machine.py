@@ -32,7 +32,7 @@ from actors.transfer.jobs import WriteJob
 from actors.transfer.links import LinkTable, PeerLink
 from actors.transfer.push import Chunk, Lane, Layer, Push, PushEvent, PushState
 from actors.transfer.routes import TransferPlan
-from messages.base import rank_address
+from messages.base import node_of, rank_address
 from messages.transfer import (
     AbortPush,
     ChunkArrived,
@@ -210,6 +210,17 @@ class SourceMachine:
             return []  # a write still reads the source blocks; the engine asks again
         return [Send(sender, PushClosed(request_id=message.request_id, epoch=message.epoch, rank=self._rank))]
 
+    def on_link_broken(self, node: str) -> list[Effect]:
+        """What was told ``node``'s rank of an open push may not have reached it, and nothing of it is said twice: the
+        attempt fails now, instead of at its timeout."""
+        effects: list[Effect] = []
+        for push in self.pushes.values():
+            if push.state is PushState.OPEN:
+                lanes = [lane for rank, lane in push.lanes.items() if self._target_node(push, rank) == node]
+                for lane in lanes:
+                    effects += self._stop(push, lane, f"the link to {node} broke")
+        return effects
+
     def on_peer_lost(self, link: PeerLink) -> list[Effect]:
         """The target's incarnation is dead: nothing more is written to it."""
         for push in [push for push in self.pushes.values() if push.link is link]:
@@ -350,6 +361,10 @@ class SourceMachine:
             self._failed(push.opened, target, reason),
             self._failed(push.opened, push.engine, reason),
         ]
+
+    @staticmethod
+    def _target_node(push: Push, rank: int) -> str:
+        return node_of(rank_address(push.opened.target_instance, rank, "transfer"))
 
     def _forget_if_over(self, push: Push) -> None:
         if push.state is PushState.CLOSING and not push.in_flight:

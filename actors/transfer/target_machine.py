@@ -28,7 +28,7 @@ from actors.transfer.attempts import Attempt, Tombstones
 from actors.transfer.links import LinkState, LinkTable, PeerLink
 from actors.transfer.receive import RECEIVING, VERIFY_JOB, ArrivingChunk, Layer, Receive, ReceiveEvent, ReceiveState
 from actors.transfer.restore import Pulls
-from messages.base import rank_address
+from messages.base import node_of, rank_address
 from messages.timers import RequestTimer
 from messages.transfer import (
     ChunkArrived,
@@ -331,6 +331,17 @@ class TargetMachine:
         if receive.state in (ReceiveState.RESTORED, ReceiveState.FREEING):
             effects.append(self._free_lease(receive.attempt, receive.generation))
         return [*effects, self._nudge_later(receive)]
+
+    def on_link_broken(self, now_ns: int, node: str) -> list[Effect]:
+        """A source rank may wait for a window that it was told is free: attempts that still need chunks of it fail now,
+        instead of at their timeout."""
+        effects: list[Effect] = []
+        for receive in self.receives.values():
+            waits = receive.state in RECEIVING and receive.opened.mode == "PUSH" and not receive.covered
+            sources = receive.plan.push_ranks if waits else ()
+            if node in [node_of(self._source(receive, rank)) for rank in sources]:
+                effects += self._break(now_ns, receive, f"the link to {node} broke")
+        return effects
 
     def on_peer_lost(self, now_ns: int, link: PeerLink) -> list[Effect]:
         """The source's incarnation is dead: it writes nothing any more, and what is missing never comes."""

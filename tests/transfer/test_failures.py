@@ -14,6 +14,7 @@ from actors.transfer.jobs import MergeJob, PullJob, UnmapPeer, WriteJob
 from messages.base import Message
 from messages.cluster import InstanceLost, LinkFailed, LinkPeer, PeerLinked, UnlinkPeer
 from messages.handoff import TransferMode
+from messages.lifecycle import PeerLost
 from messages.transfer import (
     AbortPush,
     ChunkArrived,
@@ -315,6 +316,47 @@ def test_a_failed_push_is_told_to_target_and_own_engine() -> None:
     world.run()
     assert [m.source_rank for m in world.inbox[P_ENGINE] if isinstance(m, PushFailed)] == [1]
     assert [m.rank for m in handoff.of(RestoreFailed)] == [1]
+
+
+@pytest.mark.parametrize(("told", "broken"), [("p0.r1", "d0.r0"), ("d0.r0", "p0.r1")])
+def test_an_attempt_whose_messages_may_be_lost_fails_at_once_and_the_next_one_goes_through(
+    told: str, broken: str
+) -> None:
+    world = cluster(2, 1)
+    handoff = Handoff(world, FIRST)
+    handoff.reserve()
+    world.run()
+    handoff.open_push()
+    world.run()
+    world.post(f"{told}/post", f"{told}/transfer", PeerLost(node="x0.r0", reason="the link broke"))
+    world.run()
+    assert not handoff.of(RestoreFailed), "nobody's link"
+    world.post(f"{told}/post", f"{told}/transfer", PeerLost(node=broken, reason="the link broke"))
+    handoff.compute(CHUNK)
+    world.run()
+    (failed,) = handoff.of(RestoreFailed)
+    assert f"the link to {broken} broke" in failed.reason
+    handoff.release()
+    handoff.close()
+    world.run()
+    assert released(handoff) == {0} and world.nothing_is_left()
+
+
+def test_a_link_that_breaks_when_everything_has_arrived_breaks_nothing() -> None:
+    world = cluster(2, 1)
+    handoff = Handoff(world, FIRST)
+    handoff.reserve()
+    world.run()
+    handoff.open_push()
+    handoff.compute(CHUNK)
+    world.run()
+    world.hold = lambda address, job: isinstance(job, PullJob)
+    handoff.pull()
+    world.run()
+    world.post("d0.r0/post", "d0.r0/transfer", PeerLost(node="p0.r1", reason="the link broke"))
+    world.hold = lambda address, job: False
+    world.run()
+    assert len(handoff.restored()) == 1 and not handoff.of(RestoreFailed)
 
 
 def test_a_chunk_larger_than_a_window_fails_the_push_with_the_numbers() -> None:
