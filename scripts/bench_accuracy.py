@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,12 @@ def _answers(options: Options, payloads: Sequence[dict[str, Any]]) -> list[dict[
             raise RequestError(answer.status, f"prompt {index} on {options.topology}: {answer.text}")
         good.append(answer)
     return good
+
+
+def _traced_in(options: Options, name: str) -> Options:
+    """With a trace directory of its own, if there is to be a trace."""
+    folder = str(Path(options.trace_dir) / name) if options.trace_dir else ""
+    return msgspec.structs.replace(options, trace_dir=folder)
 
 
 def top_two_gaps(answer: dict[str, Any]) -> list[float]:
@@ -58,8 +65,8 @@ def run(options: Options, against: str, prompts: Sequence[str], max_tokens: int,
     asked = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
     payloads: list[dict[str, Any]] = [asked | {"prompt": prompt, "logprobs": 2} for prompt in prompts]
     payloads.append(asked | {"prompt": text, "max_tokens": 1, "prompt_logprobs": 0})
-    ours = _answers(options, payloads)
-    theirs = _answers(msgspec.structs.replace(options, topology=against), payloads)
+    ours = _answers(_traced_in(options, "measured"), payloads)
+    theirs = _answers(msgspec.structs.replace(_traced_in(options, "against"), topology=against), payloads)
     differences = []
     ties = 0
     tolerance = tie_tolerance(options)

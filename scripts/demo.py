@@ -105,7 +105,7 @@ def _print_bytes(completions: list[Completion], console: Console) -> None:
 
 
 def _equal_to_reference(options: Options, completions: list[Completion], asked: dict[str, Any]) -> bool:
-    alone = msgspec.structs.replace(options, topology=REFERENCE_TOPOLOGY, port=0)
+    alone = msgspec.structs.replace(options, topology=REFERENCE_TOPOLOGY, port=0, trace_dir="")
     payloads = [asked | {"prompt": completion.prompt, "logprobs": 2} for completion in completions]
     with Cluster(alone) as cluster:
         answers = complete_all(cluster.url, payloads)

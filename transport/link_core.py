@@ -127,10 +127,11 @@ class LinkCore:
 
     def require(self, instance: str, incarnation: int) -> None:
         """See ``Links.require``. What is queued is dropped at once: what the caller sends next is for the new life."""
-        for outbox in list(self._outboxes.values()):
-            if instance_of(outbox.node) == instance and outbox.known < incarnation:
-                outbox.drop()
-        self._requirements.append((instance, incarnation))
+        with self._outboxes_lock:  # an outbox is made before this, and dropped, or after it, for the new life
+            for outbox in self._outboxes.values():
+                if instance_of(outbox.node) == instance and outbox.known < incarnation:
+                    outbox.drop()
+            self._requirements.append((instance, incarnation))
         self._wake()
 
     # -- the links' thread -----------------------------------------------------------------------------------------
@@ -216,6 +217,7 @@ class LinkCore:
 
     def on_broken(self, node: str, now_ns: int) -> None:
         """The connection to ``node`` is gone. A greeting that went with it is said again, a little later."""
+        self._meet_requirements()  # what was sent after them did not go with it
         outbox = self._outboxes.get(node)
         if outbox is None or outbox.state == "idle":
             return
@@ -326,6 +328,7 @@ class LinkCore:
 
     def _learn(self, node: str, incarnation: int) -> None:
         """``node`` lives as ``incarnation``: drop what was queued for an earlier life, and the link to it."""
+        self._meet_requirements()  # what was sent after them is not for an earlier life
         self._sessions.learn(node, incarnation)
         outbox = self._outboxes.get(node)
         if outbox is not None:
@@ -378,14 +381,18 @@ class LinkCore:
             self._require(*self._requirements.popleft())
 
     def _require(self, instance: str, incarnation: int) -> None:
-        self._sessions.require(instance, incarnation)
-        for outbox in list(self._outboxes.values()):
+        with self._outboxes_lock:
+            self._sessions.require(instance, incarnation)
+            outboxes = list(self._outboxes.values())
+        for outbox in outboxes:
             if outbox.known >= incarnation or instance_of(outbox.node) != instance:
                 continue
             if outbox.state == "open":
                 self._carrier.disconnect(outbox.node)
                 outbox.closed()
                 self._fresh.append(outbox)
+            elif outbox.state == "greeting":
+                outbox.deadline_ns = time.monotonic_ns() + self.settings.handshake_timeout_ms * 1_000_000
             outbox.known = 0  # what is queued by now was sent after ``require``: it is for the new life
 
     def _close(self, outbox: Outbox) -> int:

@@ -128,7 +128,7 @@ class EngineMachine:
         on(InstanceTimer, self._on_instance_timer)
         on(RequestTimer, self._on_request_timer)
         for part in (self.links, self.pushes, self.receives):
-            self._handlers.update(part.handlers())
+            self._handlers.take(part.handlers())
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing: the ranks say when they are ready."""

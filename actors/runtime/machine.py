@@ -108,5 +108,11 @@ class Handlers(dict[type[Message], Callable[[int, str, Any], R]], Generic[R]):
     """
 
     def on(self, kind: type[M], handler: Callable[[int, str, M], R]) -> None:
-        """Handle messages of type ``kind`` with ``handler``."""
+        """Handle messages of type ``kind`` with ``handler``; they have no other."""
+        assert kind not in self, f"{kind.__name__} has two handlers"
         self[kind] = handler
+
+    def take(self, others: Handlers[R]) -> None:
+        """All handlers of a part of the machine."""
+        for kind, handler in others.items():
+            self.on(kind, handler)

@@ -12,11 +12,11 @@ SPECULATIVE_TOKENS_MAX: Final = 8
 RANGES: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65_535),
     "threads_per_rank": (0, 4096),
-    "seed": (0, 2**63 - 1),
+    "seed": (-(2**63), 2**63 - 1),
     "stream_interval": (1, inf),
     "block_size": (1, 4096),
     "block_count": (0, inf),
-    "cache_memory_mb": (1, inf),
+    "cache_memory_mb": (0, inf),
     "max_model_len": (0, inf),
     "max_tokens_per_batch": (1, inf),
     "max_seqs_per_batch": (1, 4096),
@@ -31,11 +31,11 @@ RANGES: Final[dict[str, tuple[float, float]]] = {
     "request_timeout_ms": (1, inf),
     "waiting_requests_max": (1, inf),
     "staging_mb": (0, inf),
-    "staging_leases": (1, inf),
+    "staging_leases": (0, inf),
     "lease_windows": (1, inf),
     "num_speculative_tokens": (0, SPECULATIVE_TOKENS_MAX),
     "prefill_num_speculative_tokens": (-1, SPECULATIVE_TOKENS_MAX),
-    "trace_ring": (1, inf),
+    "trace_ring": (0, inf),
     "heartbeat_ms": (10, inf),
     "hang_timeout_ms": (20, inf),
     "collective_timeout_ms": (1, inf),
@@ -56,8 +56,11 @@ def check_ranges(options: Options) -> None:
     for name, (least, most) in RANGES.items():
         value = getattr(options, name)
         if not least <= value <= most:
-            allowed = f"{least:.0f} to {most:.0f}" if most != inf else f"at least {least:.0f}"
+            allowed = f"{least} to {most}" if most != inf else f"at least {least}"
             raise ConfigError(f"{flag_of(name)} {value} is out of range; allowed: {allowed}")
+    for size, count in (("staging_mb", "staging_leases"), ("cache_memory_mb", "block_count")):
+        if not getattr(options, size) and not getattr(options, count):
+            raise ConfigError(f"{flag_of(size)} and {flag_of(count)} are both 0; set one of them to at least 1")
     least_ms = HEARTBEATS_PER_HANG_MIN * options.heartbeat_ms
     if options.hang_timeout_ms < least_ms:
         raise ConfigError(

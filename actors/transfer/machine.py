@@ -71,8 +71,8 @@ class TransferMachine:
         on(UnlinkPeer, self._on_unlink_peer)
         on(InstanceLost, self._on_instance_lost)
         on(PeerLost, self._on_link_broken)
-        self._handlers.update(self.source.handlers())
-        self._handlers.update(self.target.handlers())
+        self._handlers.take(self.source.handlers())
+        self._handlers.take(self.target.handlers())
 
     def start(self, now_ns: int) -> list[Effect]:
         """Nothing until the worker is ready."""

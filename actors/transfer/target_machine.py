@@ -190,6 +190,8 @@ class TargetMachine:
         expected = rank_address(receive.opened.source_instance, message.source_rank, "transfer") if receive else ""
         if receive is None or sender != expected or receive.state not in RECEIVING:
             return self._late("PushFailed")
+        if receive.opened.mode == "PUSH" and receive.pull is not None and receive.covered:
+            return self._late("PushFailed")  # it does not matter: everything has arrived
         return self._break(now_ns, receive, f"source rank {message.source_rank} could not push: {message.reason}")
 
     def on_merged(self, now_ns: int, sender: str, message: Merged) -> list[Effect]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import get_type_hints
 
@@ -129,6 +131,32 @@ def test_a_path_that_cannot_be_written_ends_the_command_with_its_name(monkeypatc
     monkeypatch.setattr("scripts.generate.generate", generate)
     result = CliRunner().invoke(main, ["generate", "--prompt", "x"])
     assert (result.exit_code, result.output) == (1, "kvferry: /proc/none: No such file or directory\n")
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / "made"
+
+    def generate(*arguments: object) -> None:
+        place.touch()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            place.unlink()
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("scripts.generate.generate", generate)
+    result = CliRunner().invoke(main, ["generate", "--prompt", "x"])
+    assert (result.exit_code, "Aborted" in result.output, place.exists()) == (1, True, False)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("size", "count"), [("staging_mb", "staging_leases"), ("cache_memory_mb", "block_count")])
+def test_of_two_options_that_stand_for_each_other_one_must_be_given(size: str, count: str) -> None:
+    check_ranges(Options(**{size: 64, count: 0}))
+    check_ranges(Options(**{size: 0, count: 4}))
+    with pytest.raises(ConfigError, match=f"{flag_of(size)} and {flag_of(count)} are both 0"):
+        check_ranges(Options(**{size: 0, count: 0}))
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,8 @@ def test_an_attempt_whose_messages_may_be_lost_fails_at_once_and_the_next_one_go
     assert released(handoff) == {0} and world.nothing_is_left()
 
 
-def test_a_link_that_breaks_when_everything_has_arrived_breaks_nothing() -> None:
+@pytest.mark.parametrize(("told", "broken"), [("p0.r1", "d0.r0"), ("d0.r0", "p0.r1")])
+def test_a_link_that_breaks_when_everything_has_arrived_breaks_nothing(told: str, broken: str) -> None:
     world = cluster(2, 1)
     handoff = Handoff(world, FIRST)
     handoff.reserve()
@@ -353,7 +354,7 @@ def test_a_link_that_breaks_when_everything_has_arrived_breaks_nothing() -> None
     world.hold = lambda address, job: isinstance(job, PullJob)
     handoff.pull()
     world.run()
-    world.post("d0.r0/post", "d0.r0/transfer", PeerLost(node="p0.r1", reason="the link broke"))
+    world.post(f"{told}/post", f"{told}/transfer", PeerLost(node=broken, reason="the link broke"))
     world.hold = lambda address, job: False
     world.run()
     assert len(handoff.restored()) == 1 and not handoff.of(RestoreFailed)

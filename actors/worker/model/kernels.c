@@ -224,6 +224,9 @@ INLINE void norm_all(const float *x, i64 tokens, i64 hidden, const float *weight
     for (i64 t = 0; t < tokens; t++) rms_norm(x + t * hidden, weight, eps, hidden, y + t * hidden);
 }
 
+/* Raised whenever a structure or a function below takes another form: kernels.py calls no other. */
+i64 kvferry_interface(void) { return 2; }
+
 /* -- a product alone ----------------------------------------------------------------------------------------------- */
 
 /* y [tokens, out] = x [tokens, in] · w [out, in]ᵀ */

@@ -24,6 +24,9 @@ TOKENS_MAX: Final = 64
 
 HUGE_PAGE: Final = 1 << 21
 
+INTERFACE: Final = 2
+"""What ``kvferry_interface`` must say: kernels that were built from another kernels.c take other structures."""
+
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -41,12 +44,15 @@ class Matrix(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, if they were built and this processor can run them; None otherwise."""
+    """The kernels, if they were built from this kernels.c and this processor can run them; None otherwise."""
     built = sorted(Path(__file__).parent.glob("_kernels*.so"))
     if not built or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
     try:
         kernels = ctypes.CDLL(str(built[0]))
+        kernels.kvferry_interface.restype = INT
+        if kernels.kvferry_interface() != INTERFACE:
+            return None
         kernels.kvferry_linear.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT]
         kernels.kvferry_linear.restype = None
         kernels.kvferry_halves.argtypes = [POINTER, INT, POINTER, INT, POINTER, POINTER]

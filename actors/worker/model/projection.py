@@ -3,9 +3,12 @@
 On the CPU decoding is bound by reading weights, and torch's product of a few rows with a row-major matrix reads them
 two to three times slower than memory allows. The compiled kernels (see ``kernels.py``) read them as fast as it does,
 for up to ``TOKENS_MAX`` rows; larger batches are bound by arithmetic, for which a second layout, blocked for oneDNN, is
-kept while the model is small enough to afford it. Where the kernels were not built, the blocked layout is the main
-one (measured, AVX2: 2 to 8 rows of a 2048 x 512 float32 product took 1.1 to 1.3 ms plain, 0.6 to 0.8 ms blocked; one
-row 0.42 ms plain, 0.26 ms with the longer side contiguous).
+kept while the model is small enough to afford it. Of a larger model whose weights are bfloat16 only those are kept, and
+widened for every larger batch (a third more time for a chunk of 512 tokens, less for longer ones).
+
+Where the kernels were not built, the blocked layout is the main one (measured, AVX2: 2 to 8 rows of a 2048 x 512
+float32 product took 1.1 to 1.3 ms plain, 0.6 to 0.8 ms blocked; one row 0.42 ms plain, 0.26 ms with the longer side
+contiguous).
 """
 
 from __future__ import annotations
