@@ -127,10 +127,10 @@ class LinkCore:
 
     def require(self, instance: str, incarnation: int) -> None:
         """See ``Links.require``. What is queued is dropped at once: what the caller sends next is for the new life."""
-        with self._outboxes_lock:  # an outbox is made before this, and dropped, or after it, for the new life
+        with self._outboxes_lock:  # an outbox is made before this, and held, or after it, for the new life
             for outbox in self._outboxes.values():
                 if instance_of(outbox.node) == instance and outbox.known < incarnation:
-                    outbox.drop()
+                    outbox.hold()
             self._requirements.append((instance, incarnation))
         self._wake()
 
@@ -318,6 +318,7 @@ class LinkCore:
                 f"expected {PROTOCOL_VERSION} of {outbox.node}",
             )
             return
+        self._meet_requirements()
         if welcome.incarnation < self._sessions.least(outbox.node):
             self._try_again(outbox, now_ns)  # a dead life of the peer still answers
             return
@@ -347,6 +348,7 @@ class LinkCore:
         outbox.retry_ns = now_ns + RETRY_NS
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        self._meet_requirements()  # it may come from a life that was given up
         answer = self._sessions.greet(peer, hello)
         if isinstance(answer, Refused):
             self.counts["refused"] += 1
@@ -385,7 +387,10 @@ class LinkCore:
             self._sessions.require(instance, incarnation)
             outboxes = list(self._outboxes.values())
         for outbox in outboxes:
-            if outbox.known >= incarnation or instance_of(outbox.node) != instance:
+            if instance_of(outbox.node) != instance:
+                continue
+            outbox.release()
+            if outbox.known >= incarnation:
                 continue
             if outbox.state == "open":
                 self._carrier.disconnect(outbox.node)

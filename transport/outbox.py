@@ -28,6 +28,7 @@ class Outbox:
         "_settings",
         "blocked_frame",
         "deadline_ns",
+        "held",
         "known",
         "limit",
         "lock",
@@ -48,6 +49,7 @@ class Outbox:
         self.queue: deque[bytes] = deque()
         self.queued_bytes = 0
         self.pending = False  # the links' thread has been told to look at this outbox
+        self.held = False  # nothing leaves before the links' thread has ended the link to a dead life
         self.overflowed = ""  # why what was queued is gone; reported by the links' thread
         self.state: State = "idle"
         self.known = known  # incarnation that queued envelopes are meant for; 0: whoever answers
@@ -97,6 +99,18 @@ class Outbox:
             self.blocked_frame = None
         return count
 
+    def hold(self) -> None:
+        """Forget what waits, and keep what comes from now on until ``release``. Any thread."""
+        with self.lock:
+            self.held = True
+            self.queue.clear()
+            self.queued_bytes = 0
+
+    def release(self) -> None:
+        """What waits may leave."""
+        with self.lock:
+            self.held = False
+
     def opened(self, incarnation: int, limit: int) -> None:
         """The peer has answered: it may be sent ``limit`` envelopes."""
         self.state, self.known, self.limit, self.sent = "open", incarnation, limit, 0
@@ -113,6 +127,8 @@ class Outbox:
         settings = self._settings
         with self.lock:
             queue = self.queue
+            if self.held:
+                return []
             if len(queue) == 1 and self.limit > self.sent:  # the common case of a quiet link
                 self.queued_bytes = 0
                 self.sent += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from messages.base import PROTOCOL_VERSION
-from transport.frames import Hello, Welcome, control_frame
+from transport.frames import Hello, Refused, Welcome, control_frame, split
 from transport.link_core import LinkCore
 from transport.links import LinkSettings
 
@@ -20,6 +20,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
+        self.replies: list[bytes] = []
 
     def connect(self, node: str) -> None: ...
 
@@ -31,7 +32,8 @@ class Wire:
 
     def await_reply(self, node: str) -> None: ...
 
-    def reply(self, peer: bytes, frame: bytes) -> None: ...
+    def reply(self, peer: bytes, frame: bytes) -> None:
+        self.replies.append(frame)
 
     def is_there(self, node: str) -> bool:
         return True
@@ -71,3 +73,45 @@ def test_what_was_sent_after_require_waits_for_the_new_life_whatever_is_heard_be
     core.service(60_000_000)
     assert NEW in wire.sent[-1]
     assert core.counts["dropped_lost"] == 0
+
+
+def test_a_life_that_was_given_up_is_refused_though_the_links_thread_has_not_been_told_yet() -> None:
+    wire = Wire()
+    core = LinkCore("one", 1, LinkSettings(), wire, lambda: None)
+    core.require("d0", 2)
+    core.on_frame(
+        b"peer",
+        control_frame(Hello(protocol_version=PROTOCOL_VERSION, node="d0.r0", incarnation=1, target_node="one")),
+    )
+    (answer,) = wire.replies
+    assert isinstance(split(answer), Refused)
+
+
+def test_nothing_sent_after_require_leaves_on_the_link_to_the_old_life_however_late_the_links_thread_is_told() -> None:
+    wire = Wire()
+    core = LinkCore("one", 1, LinkSettings(), wire, lambda: None, incarnations=[("d0.r0", 1)])
+    core.send("d0.r0", [b"\x91\x00"])
+    core.service(1)
+    core.on_reply("d0.r0", welcome(1), 1)
+    before = len(wire.sent)
+    core.require("d0", 2)
+    core.send("d0.r0", [NEW])
+    core.on_writable("d0.r0", 1)  # the old link would take it
+    assert len(wire.sent) == before
+    core.service(1)
+    core.on_reply("d0.r0", welcome(2), 1)
+    assert NEW in wire.sent[-1]
+
+
+def test_the_welcome_of_a_life_that_was_given_up_meanwhile_opens_nothing() -> None:
+    wire = Wire()
+    core = LinkCore("one", 1, LinkSettings(), wire, lambda: None, incarnations=[("d0.r0", 1)])
+    core.send("d0.r0", [b"\x91\x00"])
+    core.service(1)
+    core.require("d0", 2)
+    core.send("d0.r0", [NEW])
+    core.on_reply("d0.r0", welcome(1), 1)
+    assert not any(NEW in frame for frame in wire.sent)
+    core.service(60_000_000)
+    core.on_reply("d0.r0", welcome(2), 60_000_000)
+    assert NEW in wire.sent[-1]
