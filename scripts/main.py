@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from actors.runtime.config import CommandFailed, ConfigError, Options
+from actors.runtime.option_ranges import SPECULATIVE_TOKENS_MAX
 from scripts.options import cluster_options
 from scripts.trace import trace
 
@@ -181,7 +182,7 @@ def generate(
     help="Prompt length of the per-request figures.",
 )
 @click.option("--block-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--num-speculative-tokens", type=click.IntRange(0, 8), default=0, show_default=True)
+@click.option("--num-speculative-tokens", type=click.IntRange(0, SPECULATIVE_TOKENS_MAX), default=0, show_default=True)
 @click.option("--enable-mtp-draft-body-tp1", is_flag=True)
 @click.option("--json", "as_json", is_flag=True)
 def plan(as_json: bool, **values: Any) -> None:

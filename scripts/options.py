@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from actors.runtime.config import ConfigError, Options
+from actors.runtime.option_ranges import flag_of
 
 HELP: dict[str, str] = {
     "model": "Hugging Face directory of a Qwen3.5 dense text model, or 'demo' for the shipped one.",
@@ -137,8 +138,9 @@ def cluster_options(defaults: dict[str, Any] | None = None) -> Callable[[Callabl
             extra: dict[str, Any] = {"is_flag": False, "flag_value": True, "metavar": "BOOLEAN"} if hint is bool else {}
             shown = _show_default(default)
             text = HELP[field.name] + (f"  [default: {shown}]" if shown else "")
-            flag = "--" + field.name.replace("_", "-")
-            option = click.option(flag, field.name, type=_click_type(hint), default=None, help=text, **extra)
+            option = click.option(
+                flag_of(field.name), field.name, type=_click_type(hint), default=None, help=text, **extra
+            )
             decorated = option(decorated)
         return click.option(
             "--config",

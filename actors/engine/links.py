@@ -56,7 +56,7 @@ class Links:
         """Ranks have not heard of a death, or have not linked in time."""
         if message.purpose == "unlink":
             return self._tell_unlink((message.instance, message.incarnation))
-        return self._on_timeout(message) if message.purpose == "link" else []
+        return self._on_timeout(now_ns, sender, message) if message.purpose == "link" else []
 
     def status(self) -> StatusValues:
         """How many ranks are linked with each peer."""
@@ -85,9 +85,6 @@ class Links:
         return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, up)]
 
     def _on_link_failed(self, now_ns: int, sender: str, message: LinkFailed) -> list[Effect]:
-        return self._give_up(message)
-
-    def _give_up(self, message: LinkFailed) -> list[Effect]:
         if self._links.pop((message.instance, message.incarnation), None) is None:
             return []
         return [StopTimer(("link", message.instance, message.incarnation)), Send(self._scheduler, message)]
@@ -119,12 +116,11 @@ class Links:
         del self._unlinking[key]
         return [StopTimer(("unlink", *key))]
 
-    def _on_timeout(self, message: InstanceTimer) -> list[Effect]:
+    def _on_timeout(self, now_ns: int, sender: str, message: InstanceTimer) -> list[Effect]:
         link = self._links.get((message.instance, message.incarnation))
         if link is None or len(link.linked) == len(self._transfers):
             return []
         silent = [rank for rank in range(len(self._transfers)) if rank not in link.linked]
         reason = f"ranks {silent} did not answer within {self._timeout_ms:.0f} ms"
-        return self._give_up(
-            LinkFailed(instance=message.instance, incarnation=message.incarnation, rank=silent[0], reason=reason)
-        )
+        failed = LinkFailed(instance=message.instance, incarnation=message.incarnation, rank=silent[0], reason=reason)
+        return self._on_link_failed(now_ns, sender, failed)

@@ -215,9 +215,8 @@ class SourceMachine:
         attempt fails now, instead of at its timeout."""
         effects: list[Effect] = []
         for push in self.pushes.values():
-            if push.state is PushState.OPEN:
-                lanes = [lane for rank, lane in push.lanes.items() if self._target_node(push, rank) == node]
-                for lane in lanes:
+            for lane in push.lanes.values():
+                if push.state is PushState.OPEN and node_of(_target(push, lane)) == node:
                     effects += self._stop(push, lane, f"the link to {node} broke")
         return effects
 
@@ -315,7 +314,7 @@ class SourceMachine:
         chunk.arrived = True
         return [
             Send(
-                rank_address(push.opened.target_instance, lane.target_rank, "transfer"),
+                _target(push, lane),
                 ChunkArrived(
                     request_id=push.opened.request_id,
                     epoch=push.opened.epoch,
@@ -337,7 +336,7 @@ class SourceMachine:
     def _layers_arrived(self, push: Push, lane: Lane, chunk_index: int, layers: tuple[Layer, ...]) -> Send:
         chunk = lane.chunks[chunk_index]
         return Send(
-            rank_address(push.opened.target_instance, lane.target_rank, "transfer"),
+            _target(push, lane),
             LayersArrived(
                 request_id=push.opened.request_id,
                 epoch=push.opened.epoch,
@@ -355,16 +354,12 @@ class SourceMachine:
     def _stop(self, push: Push, lane: Lane, reason: str) -> list[Effect]:
         """A lane cannot go on: the whole attempt stops, its engine and that target learn why."""
         push.advance(PushEvent.WRITE_FAILED)
-        target = rank_address(push.opened.target_instance, lane.target_rank, "transfer")
+        target = _target(push, lane)
         return [
             Note("warning", "push failed", (("request", push.opened.request_id), ("reason", reason))),
             self._failed(push.opened, target, reason),
             self._failed(push.opened, push.engine, reason),
         ]
-
-    @staticmethod
-    def _target_node(push: Push, rank: int) -> str:
-        return node_of(rank_address(push.opened.target_instance, rank, "transfer"))
 
     def _forget_if_over(self, push: Push) -> None:
         if push.state is PushState.CLOSING and not push.in_flight:
@@ -399,6 +394,11 @@ class SourceMachine:
     def _late(self, what: str) -> list[Effect]:
         self.late_count += 1
         return [Note("debug", "late message ignored", (("message", what),))]
+
+
+def _target(push: Push, lane: Lane) -> str:
+    """Address of the target rank of a lane."""
+    return rank_address(push.opened.target_instance, lane.target_rank, "transfer")
 
 
 def _targets(message: OpenPush) -> list[str]:

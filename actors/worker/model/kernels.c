@@ -8,8 +8,8 @@
  * Conventions. All matrices are row-major and contiguous. "Token" t of the flat batch is token t % width of row
  * t / width; a row is one sequence. Padding tokens (index >= counts[row]) are computed but never written to KEY or
  * VALUE. Weights are float32, or bfloat16 where that loses nothing: they are widened on their way to a register, and all
- * arithmetic is in float32. The functions allocate nothing: the caller hands in scratch of as many floats as *_scratch says. NaN and
- * infinity propagate. Thread safety: calls with different scratch, caches and outputs are independent.
+ * arithmetic is in float32. The functions allocate nothing: the caller hands in scratch of as many floats as *_scratch
+ * says. NaN and infinity propagate. Thread safety: calls with different scratch, caches and outputs are independent.
  */
 
 #include <immintrin.h>
